@@ -1,0 +1,1 @@
+"""Transformer-aware gradient compression under PyTorch FSDP2."""

@@ -1,0 +1,256 @@
+"""The configuration schema: every key, its default, its unit and its legal range, in this one place.
+
+``conf/`` holds differences only. Hydra composes, :func:`from_omegaconf` turns the result into these dataclasses and
+validates them; nothing below ``run.py`` sees a ``DictConfig``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from tagc.errors import UserError
+
+COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2")
+THRESHOLDS = ("sampled", "exact", "lognormal")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass
+class ModelConfig:
+    """A GPT-2 shaped decoder."""
+
+    name: str = "nano"
+    layers: int = 4  # transformer blocks, >= 1
+    width: int = 192  # embedding width, a multiple of heads
+    heads: int = 6  # attention heads, >= 1
+    context: int = 128  # tokens per sequence, >= 1
+    tie_weights: bool = False  # share the token embedding with the LM head (the papers' runs do not)
+    dropout: float = 0.0  # probability in [0, 1)
+
+
+@dataclass
+class DataConfig:
+    """Where tokens come from."""
+
+    name: str = "pystdlib"
+    path: str | None = None  # folder or file prefix of prepared .bin files; None: the user's cache directory
+    vocab_size: int = 4096  # ids must lie in [0, vocab_size); at most 65,536 (uint16 files)
+    val_sequences: int = 64  # fixed validation sequences, >= 64, the same for every run
+
+
+@dataclass
+class CompressorConfig:
+    """What happens to a gradient bucket on its way to the shard's owner. Keys that a method does not use are ignored."""
+
+    name: str = "tagc2"
+    layers: str = "non_attention"  # all | non_attention | name patterns separated by '|', such as '*.mlp.*|lm_head.*'
+    min_numel: int = 16384  # parameters with fewer elements stay dense
+    sparsity: float = 0.8  # share of each bucket that is not sent, in [0, 1)
+    ratio: float = 2.0  # compressed elements per sketch cell, in (0, 64]
+    value_dtype: str = "float32"  # dtype of sketch cells on the wire: float32 | bfloat16
+    threshold: str = "sampled"  # sampled | exact | lognormal (TAGC's model of the gradient)
+    threshold_sample: int = 65536  # elements drawn per bucket by the sampled estimator, >= 256
+    error_feedback: bool = True  # keep what is not sent and add it to the next gradient
+    residual_decay: float = 1.0  # the old residual is scaled by this each step, in [0, 1]
+    warmup_steps: int = 0  # first steps sent dense, >= 0
+    estimate_unresolved: bool = False  # use the median of the three cells (LHC) instead of returning to the sender
+    dense_fallback: bool = True  # send a bucket dense when its sketch would be overloaded or larger than bf16
+    max_load: float = 0.75  # union elements per sketch cell above which a bucket goes dense, in (0, 0.8]
+    retry_steps: int = 50  # a bucket that went dense is tried again after this many steps, >= 1
+
+
+@dataclass
+class BandwidthConfig:
+    """The cap on every rank's link, per direction."""
+
+    name: str = "unlimited"
+    rate_mbps: float | None = None  # Mbit/s (10^6 bit/s) in each direction, > 0; None: no cap
+
+
+@dataclass
+class NetworkConfig:
+    """How the cap is enforced."""
+
+    name: str = "paced"  # paced: each rank's link is modelled in process
+    latency_ms: float = 0.0  # one-way delay added to every exchange, >= 0
+    time_dilation: float = 1.0  # the link rate is divided by this and the latency multiplied, >= 1
+
+
+@dataclass
+class ClusterConfig:
+    """Where the ranks run."""
+
+    name: str = "local"
+    ranks: int = 2  # FSDP ranks, >= 1
+    device: str = "auto"  # auto | cpu | cuda
+    threads_per_rank: int | None = None  # CPU threads of torch in each rank; None: cores / ranks, at least 1
+    timeout_s: float = 300.0  # a collective that takes longer than this fails the run, > 0
+
+
+@dataclass
+class TrainerConfig:
+    """Optimisation and the training loop."""
+
+    max_steps: int = 120  # optimizer steps, >= 1
+    global_batch: int = 24  # sequences per optimizer step over all ranks; a multiple of ranks * micro_batch
+    micro_batch: int | None = None  # sequences per rank and forward pass; None: global_batch / ranks
+    learning_rate: float = 3e-3  # AdamW peak, > 0
+    min_learning_rate_frac: float = 0.1  # the cosine ends at this share of the peak, in [0, 1]
+    warmup_steps: int = 10  # linear learning-rate warm-up, >= 0
+    weight_decay: float = 0.1  # on matrices only, >= 0
+    beta1: float = 0.9  # in [0, 1)
+    beta2: float = 0.95  # in [0, 1)
+    grad_clip: float = 1.0  # global gradient norm, > 0; 0 switches clipping off
+    param_dtype: str = "float32"  # parameters in forward, backward and all-gather: float32 | bfloat16
+    reshard_after_forward: bool = True  # free gathered parameters between forward and backward
+    activation_checkpointing: bool = False  # recompute each block's activations in backward
+    compile: bool = False  # torch.compile every block
+    eval_every: int = 50  # validate every so many steps (always at the end), >= 1
+    timing_warmup_steps: int = 5  # first steps left out of iteration-time statistics, >= 0
+
+
+@dataclass
+class LoggingConfig:
+    """What is recorded beside metrics.jsonl."""
+
+    wandb: str = "auto"  # auto (online if WANDB_API_KEY is set, else offline) | online | offline | disabled
+    wandb_project: str = "tagc"
+    wandb_group: str | None = None  # None: the experiment's name
+    wandb_tags: list[str] = field(default_factory=list)
+    fidelity_every: int = 0  # every so many steps compare the decoded gradient with the dense mean; 0: never
+    console_every: int = 10  # steps between lines when the output is not a terminal, >= 1
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    compressor: CompressorConfig = field(default_factory=CompressorConfig)
+    bandwidth: BandwidthConfig = field(default_factory=BandwidthConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    experiment: str = "default"  # free name that groups runs
+    kernels: str = "auto"  # codec backend: auto | reference
+    seed: int = 0  # >= 0; initial weights, data order, hashes
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences per rank and forward pass."""
+        return self.trainer.micro_batch or max(1, self.trainer.global_batch // self.cluster.ranks)
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes per rank and optimizer step."""
+        return self.trainer.global_batch // (self.cluster.ranks * self.micro_batch)
+
+
+def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
+    """Yield (key, holds, legal values) for every key that stands alone."""
+    m, d, k, b, n = c.model, c.data, c.compressor, c.bandwidth, c.network
+    for key in ("layers", "width", "heads", "context"):
+        yield f"model.{key}", getattr(m, key) >= 1, "an integer >= 1"
+    yield "model.dropout", 0 <= m.dropout < 1, "a probability in [0, 1)"
+    yield "data.vocab_size", 1 < d.vocab_size <= 65536, "an integer in [2, 65536] (tokens are uint16)"
+    yield "data.val_sequences", d.val_sequences >= 64, "an integer >= 64"
+    yield "compressor.name", k.name in COMPRESSORS, "one of " + ", ".join(COMPRESSORS)
+    yield "compressor.layers", bool(k.layers.strip()), "all, non_attention, or name patterns separated by '|'"
+    yield "compressor.min_numel", k.min_numel >= 1, "an integer >= 1"
+    yield "compressor.sparsity", 0 <= k.sparsity < 1, "a share in [0, 1): at 1 nothing would be sent"
+    yield "compressor.ratio", 0 < k.ratio <= 64, "a number in (0, 64]"
+    yield "compressor.value_dtype", k.value_dtype in DTYPES, "one of " + ", ".join(DTYPES)
+    yield "compressor.threshold", k.threshold in THRESHOLDS, "one of " + ", ".join(THRESHOLDS)
+    yield "compressor.threshold_sample", k.threshold_sample >= 256, "an integer >= 256"
+    yield "compressor.residual_decay", 0 <= k.residual_decay <= 1, "a factor in [0, 1]"
+    yield "compressor.warmup_steps", k.warmup_steps >= 0, "an integer >= 0"
+    yield "compressor.max_load", 0 < k.max_load <= 0.8, "a load in (0, 0.8]: three hashes peel up to 0.818"
+    yield "compressor.retry_steps", k.retry_steps >= 1, "an integer >= 1"
+    yield "bandwidth.rate_mbps", b.rate_mbps is None or b.rate_mbps > 0, "a rate > 0 in Mbit/s, or null for no cap"
+    yield "network.name", n.name == "paced", "paced"
+    yield "network.latency_ms", n.latency_ms >= 0, "milliseconds >= 0"
+    yield "network.time_dilation", n.time_dilation >= 1, "a factor >= 1"
+    yield "cluster.name", c.cluster.name == "local", "local"
+    yield "cluster.ranks", c.cluster.ranks >= 1, "an integer >= 1"
+    yield "cluster.device", c.cluster.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"
+    threads = c.cluster.threads_per_rank
+    yield "cluster.threads_per_rank", threads is None or threads >= 1, "an integer >= 1, or null"
+    yield "cluster.timeout_s", c.cluster.timeout_s > 0, "seconds > 0"
+    t, g = c.trainer, c.logging
+    yield "trainer.max_steps", t.max_steps >= 1, "an integer >= 1"
+    yield "trainer.global_batch", t.global_batch >= 1, "an integer >= 1"
+    yield "trainer.micro_batch", t.micro_batch is None or t.micro_batch >= 1, "an integer >= 1, or null"
+    yield "trainer.learning_rate", t.learning_rate > 0, "a number > 0"
+    yield "trainer.min_learning_rate_frac", 0 <= t.min_learning_rate_frac <= 1, "a share in [0, 1]"
+    yield "trainer.warmup_steps", t.warmup_steps >= 0, "an integer >= 0"
+    yield "trainer.weight_decay", t.weight_decay >= 0, "a number >= 0"
+    yield "trainer.beta1", 0 <= t.beta1 < 1, "a factor in [0, 1)"
+    yield "trainer.beta2", 0 <= t.beta2 < 1, "a factor in [0, 1)"
+    yield "trainer.grad_clip", t.grad_clip >= 0, "a norm > 0, or 0 for no clipping"
+    yield "trainer.param_dtype", t.param_dtype in DTYPES, "one of " + ", ".join(DTYPES)
+    yield "trainer.eval_every", t.eval_every >= 1, "an integer >= 1"
+    yield "trainer.timing_warmup_steps", t.timing_warmup_steps >= 0, "an integer >= 0"
+    yield "logging.wandb", g.wandb in ("auto", "online", "offline", "disabled"), "auto, online, offline or disabled"
+    yield "logging.fidelity_every", g.fidelity_every >= 0, "an integer >= 0 (0: never)"
+    yield "logging.console_every", g.console_every >= 1, "an integer >= 1"
+    yield "kernels", c.kernels in ("auto", "reference"), "auto or reference"
+    yield "seed", c.seed >= 0, "an integer >= 0"
+
+
+def _lookup(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def validate(config: Config) -> Config:
+    """Check every key and every pair of keys that must agree; returns the configuration unchanged.
+
+    Errors: ``UserError`` naming the key, the value and the legal range.
+    """
+    for section in fields(config):
+        part = getattr(config, section.name)
+        for name, value in vars(part).items() if is_dataclass(part) else ():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{section.name}.{name}={value} is not a finite number")
+    for key, holds, legal in _range_rules(config):
+        if not holds:
+            raise UserError(f"{key}={_lookup(config, key)} is out of range; legal: {legal}")
+    model, trainer, ranks = config.model, config.trainer, config.cluster.ranks
+    if model.width % model.heads:
+        raise UserError(
+            f"model.heads={model.heads} does not divide model.width={model.width}; choose a divisor of the width"
+        )
+    unit = ranks * config.micro_batch
+    if trainer.global_batch % unit:
+        below, above = trainer.global_batch // unit * unit, -(-trainer.global_batch // unit) * unit
+        choices = " or ".join(str(size) for size in (below, above) if size)
+        raise UserError(
+            f"trainer.global_batch={trainer.global_batch} is not a multiple of cluster.ranks={ranks} x "
+            f"trainer.micro_batch={config.micro_batch}; try {choices}"
+        )
+    return config
+
+
+def from_omegaconf(config: DictConfig) -> Config:
+    """Turn a composed Hydra config into a validated :class:`Config`.
+
+    Errors: ``UserError`` naming the key, the value and the legal range.
+    """
+    result = OmegaConf.to_object(config)
+    if not isinstance(result, Config):
+        raise UserError("the configuration was composed without the schema; conf/config.yaml must list `base_config`")
+    return validate(result)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as plain nested dicts."""
+    return asdict(config)
