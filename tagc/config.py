@@ -52,7 +52,7 @@ class CompressorConfig:
     min_numel: int = 16384  # parameters with fewer elements stay dense
     sparsity: float = 0.8  # share of each bucket that is not sent, in [0, 1)
     ratio: float = 2.0  # compressed elements per sketch cell, in (0, 64]
-    value_dtype: str = "float32"  # dtype of sketch cells on the wire: float32 | bfloat16
+    value_dtype: str = "bfloat16"  # dtype of sketch cells on the wire: float32 | bfloat16
     threshold: str = "sampled"  # sampled | exact | lognormal (TAGC's model of the gradient)
     threshold_sample: int = 65536  # elements drawn per bucket by the sampled estimator, >= 256
     error_feedback: bool = True  # keep what is not sent and add it to the next gradient
