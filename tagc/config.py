@@ -45,7 +45,7 @@ class DataConfig:
 
 @dataclass
 class CompressorConfig:
-    """What happens to a gradient bucket on its way to the shard's owner. Keys that a method does not use are ignored."""
+    """What happens to a gradient bucket on its way to the shard's owner. A method ignores keys it does not use."""
 
     name: str = "tagc2"
     layers: str = "non_attention"  # all | non_attention | name patterns separated by '|', such as '*.mlp.*|lm_head.*'

@@ -1,0 +1,18 @@
+"""Compression methods by name. To add one: a class with ``encode`` and ``decode``, a line here, a file in conf/."""
+
+from __future__ import annotations
+
+from tagc.compressors.base import BucketSpec, BucketStats, Compressor, Kind, Part
+from tagc.compressors.dense import Dense, DenseBf16, Noop
+from tagc.compressors.sketch import Sketch
+
+COMPRESSORS: dict[str, type[Compressor]] = {
+    "noop": Noop,
+    "fsdp": Dense,
+    "bf16": DenseBf16,
+    "lhc": Sketch,
+    "tagc": Sketch,
+    "tagc2": Sketch,
+}
+
+__all__ = ["COMPRESSORS", "BucketSpec", "BucketStats", "Compressor", "Dense", "Kind", "Part"]

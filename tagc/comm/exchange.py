@@ -1,0 +1,153 @@
+"""The exchange: everything that ranks send each other during a step passes here, and only here bytes are counted.
+
+All shards of a bucket travel at once. The dense baseline and every compressor use the same transport:
+
+* gloo: point-to-point messages in 1 MB pieces to all peers, both directions at once. gloo's own collectives move data
+  one way at a time and reach half of a full-duplex link. Each piece waits for its time on the paced link.
+* any other backend (NCCL): its native collectives, stream-ordered.
+
+Not counted: the per-step control message (a few numbers per bucket) and the gradient-norm all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc.codec.bitmap import or_bitmaps
+from tagc.compressors.base import Kind, Part
+from tagc.network.pacing import PacedLink
+from tagc.network.stream_pacing import StreamPacer
+
+PIECE_BYTES = 1 << 20
+
+
+class Exchange:
+    """One rank's end of all exchanges.
+
+    ``sent_bytes`` counts by kind what this rank sent to other ranks since :meth:`take_sent_bytes`.
+    """
+
+    def __init__(self, link: PacedLink, device: torch.device) -> None:
+        self.link = link
+        self.sent_bytes: Counter[Kind] = Counter()
+        self._stream_pacer = StreamPacer(link, device) if device.type == "cuda" and link.is_capped else None
+
+    def take_sent_bytes(self) -> dict[Kind, int]:
+        """Bytes sent by kind since the last call, then start again."""
+        result = dict(self.sent_bytes)
+        self.sent_bytes.clear()
+        return result
+
+    def reduce_scatter(
+        self, parts: Sequence[Part], group: dist.ProcessGroup, *, diagnostic: bool = False
+    ) -> list[Tensor]:
+        """Send row w of every part to rank w and reduce what arrives; all parts and shards travel at once.
+
+        Returns one tensor per part without the W dimension: fp32 for "sum" (on gloo added in rank order), uint8 for
+        "or". A diagnostic exchange is neither counted nor paced. Errors: ``ValueError`` for a part of another shape.
+        """
+        if not parts:
+            return []
+        ranks = group.size()
+        for part in parts:
+            if part.tensor.shape[0] != ranks or not part.tensor.is_contiguous():
+                raise ValueError(
+                    f"a part must be contiguous with {ranks} rows, one per rank, got {tuple(part.tensor.shape)}"
+                )
+            if not diagnostic:
+                self.sent_bytes[part.kind] += _peers_bytes(part, ranks)
+        if _is_gloo(group):
+            received = [torch.empty_like(part.tensor) for part in parts]
+            for part, rows in zip(parts, received, strict=True):
+                rows[group.rank()].copy_(part.tensor[group.rank()])
+            pairs = [(list(part.tensor), list(rows)) for part, rows in zip(parts, received, strict=True)]
+            self._exchange_pieces(pairs, group, paced=not diagnostic)
+            return [_reduce_rows(rows, part) for part, rows in zip(parts, received, strict=True)]
+        with self._pace_stream(0 if diagnostic else sum(_peers_bytes(part, ranks) for part in parts)):
+            return [_reduce_scatter_native(part, group) for part in parts]
+
+    def all_gather(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup, kind: Kind) -> None:
+        """Gather every rank's ``shard`` [n] into ``output`` [W * n], in rank order. ``shard`` may be a view of it."""
+        ranks, rank = group.size(), group.rank()
+        self.sent_bytes[kind] += (ranks - 1) * shard.nbytes
+        if _is_gloo(group):
+            rows = list(output.view(ranks, -1))
+            if rows[rank].data_ptr() != shard.data_ptr():
+                rows[rank].copy_(shard.flatten())
+            self._exchange_pieces([([rows[rank]] * ranks, rows)], group, paced=True)
+        else:
+            with self._pace_stream((ranks - 1) * shard.nbytes):
+                dist.all_gather_into_tensor(output, shard, group=group)
+
+    def _pace_stream(self, nbytes: int) -> AbstractContextManager[None]:
+        if self._stream_pacer is None or not nbytes:
+            return nullcontext()
+        return self._stream_pacer.pace(nbytes)
+
+    def _exchange_pieces(
+        self, pairs: Sequence[tuple[list[Tensor], list[Tensor]]], group: dist.ProcessGroup, *, paced: bool
+    ) -> None:
+        """Send ``pairs[i][0][w]`` to rank w and receive rank w's into ``pairs[i][1][w]``, for all i and w at once."""
+        ranks, rank = group.size(), group.rank()
+        # In turn around the ring, so that no receiver is everybody's first.
+        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
+        incoming = {w: _cut_pieces([rows[w] for _, rows in pairs]) for w in peers}
+        outgoing = {w: _cut_pieces([rows[w] for rows, _ in pairs]) for w in peers}
+        work = [
+            dist.irecv(piece, group=group, group_src=w, tag=tag) for w in peers for tag, piece in enumerate(incoming[w])
+        ]
+        paced = paced and self.link.is_capped
+        arrived_at = self.link.reserve("receive", sum(p.numel() for w in peers for p in incoming[w])) if paced else 0.0
+        for tag in range(max((len(pieces) for pieces in outgoing.values()), default=0)):
+            for w in peers:
+                piece = outgoing[w][tag]
+                if paced:
+                    self.link.wait_until(self.link.reserve("send", piece.numel()))
+                work.append(dist.isend(piece, group=group, group_dst=w, tag=tag))
+        for request in work:
+            assert request is not None  # only for ranks outside the group
+            request.wait()
+        if paced:
+            self.link.wait_until(arrived_at)
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return "gloo" in dist.get_backend(group)
+
+
+def _peers_bytes(part: Part, ranks: int) -> int:
+    return part.tensor.nbytes // ranks * (ranks - 1)
+
+
+def _cut_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of the tensors' bytes, none longer than PIECE_BYTES."""
+    return [piece for tensor in tensors if tensor.numel() for piece in _as_bytes(tensor).split(PIECE_BYTES)]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
+def _reduce_rows(rows_WN: Tensor, part: Part) -> Tensor:
+    if part.reduce == "or":
+        return or_bitmaps(rows_WN)
+    total = rows_WN[0].to(torch.float32, copy=True)
+    for row in rows_WN[1:]:
+        total += row
+    return total
+
+
+def _reduce_scatter_native(part: Part, group: dist.ProcessGroup) -> Tensor:
+    if part.reduce == "sum" and part.tensor.dtype == torch.float32:
+        total = torch.empty_like(part.tensor[0])
+        dist.reduce_scatter_tensor(total, part.tensor, op=dist.ReduceOp.SUM, group=group)
+        return total
+    received = torch.empty_like(part.tensor)  # NCCL would add bf16 in bf16 and cannot OR: move, then reduce here
+    dist.all_to_all_single(received, part.tensor, group=group)
+    return _reduce_rows(received, part)

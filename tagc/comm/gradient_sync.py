@@ -1,0 +1,311 @@
+"""What happens to a unit's gradients between backward and the optimizer: encode, exchange, decode, once per step.
+
+One bucket per FSDP unit. The layer policy splits a bucket's columns into slots, each with its own compressor; all
+slots of a bucket travel in one exchange. After backward, :meth:`GradientSync.finish_step` gathers a few numbers per
+slot from all ranks in one small message: they carry the metrics, the check for NaN, the return of values that could
+not be peeled, and the decision between sketch and dense, so that all ranks decide alike without another collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from tagc.comm.exchange import Exchange
+from tagc.comm.fsdp2 import GradientReduceScatter, ParameterAllGather, attach
+from tagc.comm.policy import RoleSummary, is_compressed, role_of
+from tagc.comm.stopwatch import Stopwatch
+from tagc.compressors import COMPRESSORS, BucketSpec, Compressor, Dense, Kind, Part
+from tagc.config import Config
+from tagc.errors import UserError
+
+Parameters = Sequence[tuple[str, torch.Size]]
+_STATS = ("kept", "union", "peers_union", "unresolved")
+
+
+@dataclass
+class Slot:
+    """The columns of a bucket that one compressor handles."""
+
+    compressor: Compressor
+    columns: list[slice]
+
+    @property
+    def numel(self) -> int:
+        """Elements of one shard."""
+        return self.compressor.spec.numel
+
+    def take(self, gradient_WS: Tensor) -> Tensor:
+        """The slot's columns, contiguous [W, N]; the bucket itself where the slot is all of it."""
+        if self.numel == gradient_WS.shape[1]:
+            return gradient_WS
+        return torch.cat([gradient_WS[:, part] for part in self.columns], dim=1)
+
+    def put(self, total_S: Tensor, total_N: Tensor) -> None:
+        """Write the decoded shard back to the slot's columns."""
+        sizes = [part.stop - part.start for part in self.columns]
+        for part, piece in zip(self.columns, total_N.split(sizes), strict=True):
+            total_S[part] = piece
+
+
+@dataclass
+class Bucket:
+    """One FSDP unit's gradients."""
+
+    name: str
+    parameters: list[tuple[str, slice]]  # (name, columns), in FSDP's order
+    slots: list[Slot]
+    column_sums: Tensor | None = None  # per parameter, to find NaN and Inf; set by the step's reduction
+
+
+@dataclass
+class StepReport:
+    """What :meth:`GradientSync.finish_step` learned, the same on every rank."""
+
+    loss: float
+    metrics: dict[str, float | int | None] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+
+
+class GradientSync:
+    """All buckets of a sharded model on one rank.
+
+    units: (name, module) of every FSDP unit; parameters: each unit's (name, full shape) in FSDP's order.
+    Errors: ``UserError`` when ``compressor.layers`` selects nothing.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        units: Sequence[tuple[str, FSDPModule]],
+        parameters: dict[str, Parameters],
+        exchange: Exchange,
+        stopwatch: Stopwatch,
+        kernels: ModuleType,
+        device: torch.device,
+    ) -> None:
+        self.exchange, self.stopwatch = exchange, stopwatch
+        self._config, self._kernels, self._device = config, kernels, device
+        self._group = dist.group.WORLD or dist.new_group()
+        self._ranks, self._rank = self._group.size(), self._group.rank()
+        self._step = 0
+        self._fidelity: Tensor | None = None
+        self.buckets = [self._build_bucket(name, parameters[name]) for name, _ in units]
+        method = COMPRESSORS[config.compressor.name]
+        if method.follows_layer_policy and all(type(slot.compressor) is Dense for slot in self._slots()):
+            raise UserError(
+                f"compressor.layers={config.compressor.layers} selects no parameter of at least "
+                f"compressor.min_numel={config.compressor.min_numel} elements; legal: all, non_attention, or name "
+                "patterns such as '*.mlp.*|lm_head.*'"
+            )
+        all_gather = ParameterAllGather(exchange, stopwatch)
+        for (_, module), bucket in zip(units, self.buckets, strict=True):
+            numel = sum(slot.numel for slot in bucket.slots)
+            attach(module, GradientReduceScatter(bucket.name, numel, partial(self._reduce, bucket)), all_gather)
+
+    # --- set-up -------------------------------------------------------------------------------------------------
+
+    def _build_bucket(self, name: str, parameters: Parameters) -> Bucket:
+        method = COMPRESSORS[self._config.compressor.name]
+        columns, chosen, offset = [], [], 0
+        for parameter, shape in parameters:
+            numel = math.ceil(shape[0] / self._ranks) * math.prod(shape[1:])
+            columns.append((parameter, slice(offset, offset + numel)))
+            takes_all = not method.follows_layer_policy
+            chosen.append(takes_all or is_compressed(parameter, shape, self._config.compressor))
+            offset += numel
+        slots = []
+        for kind, label in ((method, "compressed"), (Dense, "dense")):
+            members = [
+                column for column, is_chosen in zip(columns, chosen, strict=True) if is_chosen == (kind is method)
+            ]
+            if members:
+                slots.append(self._build_slot(kind, f"{name}/{label}", members))
+            if method is Dense:
+                break  # all columns went into the first slot
+        return Bucket(name, columns, slots)
+
+    def _build_slot(self, method: type[Compressor], name: str, members: list[tuple[str, slice]]) -> Slot:
+        spec = BucketSpec(
+            name=name,
+            parameters=tuple((parameter, part.stop - part.start) for parameter, part in members),
+            ranks=self._ranks,
+            rank=self._rank,
+            device=self._device,
+            seed=self._config.seed,
+        )
+        return Slot(method(self._config.compressor, spec, self._kernels), [part for _, part in members])
+
+    def _slots(self) -> list[Slot]:
+        return [slot for bucket in self.buckets for slot in bucket.slots]
+
+    def describe_policy(self) -> list[RoleSummary]:
+        """Elements and gradient bytes per step by role, before and after compression."""
+        summary: dict[str, RoleSummary] = {}
+        for slot in self._slots():
+            spec = slot.compressor.spec
+            sent = sum(slot.compressor.expected_bytes(step=10**9).values())  # past any warm-up
+            for parameter, numel in spec.parameters:
+                line = summary.setdefault(role_of(parameter), RoleSummary(role_of(parameter)))
+                line.parameters += numel * self._ranks
+                line.compressed += 0 if type(slot.compressor) is Dense else numel * self._ranks
+                line.dense_bytes += (self._ranks - 1) * numel * 4
+                line.sent_bytes += round(sent * numel / spec.numel)
+        return list(summary.values())
+
+    def explain_dense(self) -> list[str]:
+        """One line for each bucket that this configuration always sends dense although the policy selected it."""
+        return [line for slot in self._slots() if (line := slot.compressor.explain_dense())]
+
+    def expected_bytes(self, step: int) -> dict[Kind, int]:
+        """Closed form of this rank's gradient bytes at ``step``, by kind, without returns."""
+        total: dict[Kind, int] = {"value": 0, "index": 0}
+        for slot in self._slots():
+            for kind, nbytes in slot.compressor.expected_bytes(step).items():
+                total[kind] += nbytes
+        return total
+
+    def residuals(self) -> dict[str, Tensor]:
+        """This rank's residual by parameter name: float32 [W, padded shard elements]."""
+        return {name: view for slot in self._slots() for name, view in slot.compressor.residuals().items()}
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Announce the step whose gradients come next (counted from 0)."""
+        self._step = step
+        every = self._config.logging.fidelity_every
+        self._fidelity = (
+            torch.zeros(3, dtype=torch.float64, device=self._device) if every and step % every == 0 else None
+        )
+        for bucket in self.buckets:
+            bucket.column_sums = None
+
+    def _reduce(self, bucket: Bucket, gradient_WS: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sum one bucket's gradients over ranks: [W, S] -> [S]."""
+        if bucket.column_sums is not None:
+            raise RuntimeError(f"unit {bucket.name} was reduced twice in step {self._step}; use one reduction per step")
+        with self.stopwatch.span("encode"):
+            bucket.column_sums = torch.stack([gradient_WS[:, part].sum() for _, part in bucket.parameters])
+        dense_S = self._reduce_dense(gradient_WS, group) if self._fidelity is not None else None
+        with self.stopwatch.span("encode"):
+            payloads = [slot.compressor.encode(slot.take(gradient_WS), self._step) for slot in bucket.slots]
+        with self.stopwatch.span("exchange"):
+            received = iter(self.exchange.reduce_scatter([part for parts in payloads for part in parts], group))
+        with self.stopwatch.span("decode"):
+            total_S = gradient_WS.new_empty(gradient_WS.shape[1])
+            for slot, parts in zip(bucket.slots, payloads, strict=True):
+                slot.put(total_S, slot.compressor.decode([next(received) for _ in parts], self._step))
+        if dense_S is not None and self._fidelity is not None:
+            self._fidelity += torch.stack([total_S.dot(dense_S), total_S.dot(total_S), dense_S.dot(dense_S)])
+        return total_S
+
+    def _reduce_dense(self, gradient_WS: Tensor, group: dist.ProcessGroup) -> Tensor:
+        with self.stopwatch.span("diagnostic"):
+            return self.exchange.reduce_scatter([Part(gradient_WS, "sum", "value")], group, diagnostic=True)[0]
+
+    def finish_step(self, loss: Tensor) -> StepReport:
+        """Close the step on all ranks, before clipping. loss: this rank's mean loss, 0-dim.
+
+        Errors: ``UserError`` on every rank, before anything is updated, if a gradient is NaN or Inf.
+        """
+        slots = [slot for slot in self._slots() if slot.compressor.follows_layer_policy]
+        numbers = self._gather_numbers(slots, loss)
+        self._check_finite(numbers["column_sums"])
+        stats_RSF = numbers["stats"].view(self._ranks, len(slots), len(_STATS))
+        self._send_returns(slots, stats_RSF[..., _STATS.index("unresolved")])
+        report = StepReport(numbers["loss"].mean().item(), _summarise_slots(slots, stats_RSF))
+        report.metrics["residual_norm"] = numbers["residual_squared"].sum().sqrt().item()
+        if self._fidelity is not None:
+            dot, decoded, dense = numbers["fidelity"].sum(0).tolist()
+            report.metrics["fidelity_cosine"] = dot / math.sqrt(decoded * dense) if decoded and dense else None
+            error = math.sqrt(max(0.0, decoded + dense - 2 * dot))
+            report.metrics["fidelity_rel_error"] = error / math.sqrt(dense) if dense else None
+        for slot, stats_RF in zip(slots, stats_RSF.unbind(1), strict=True):
+            message = slot.compressor.adapt(self._step, stats_RF[:, 0].tolist(), stats_RF[:, 2].tolist())
+            if message:
+                report.messages.append(message)
+        return report
+
+    def _gather_numbers(self, slots: Sequence[Slot], loss: Tensor) -> dict[str, Tensor]:
+        """Every rank's numbers of this step: float64 [W, ...] by name, on the host (the step's one host sync)."""
+        missing = torch.full((), math.nan, device=self._device)
+        stats = [getattr(slot.compressor.stats, name) for slot in slots for name in _STATS]
+        sums = [bucket.column_sums for bucket in self.buckets if bucket.column_sums is not None]
+        residuals = [view for slot in slots for view in slot.compressor.residuals().values()]
+        parts = {
+            "loss": loss.detach().view(1),
+            "stats": torch.stack([missing, *(missing if value is None else value for value in stats)])[1:],
+            "residual_squared": sum((view.square().sum() for view in residuals), missing.new_zeros(())).view(1),
+            "fidelity": missing.new_zeros(3) if self._fidelity is None else self._fidelity,
+            "column_sums": torch.cat([missing.new_zeros(0), *sums]),
+        }
+        own = torch.cat([part.to(torch.float64) for part in parts.values()])
+        gathered = own.new_empty(self._ranks * own.numel())
+        dist.all_gather_into_tensor(gathered, own)
+        split = gathered.cpu().view(self._ranks, -1).split([part.numel() for part in parts.values()], dim=1)
+        return dict(zip(parts, split, strict=True))
+
+    def _check_finite(self, column_sums_RP: Tensor) -> None:
+        bad_RP = ~column_sums_RP.isfinite()
+        if not bad_RP.any():
+            return
+        names = [name for bucket in self.buckets for name, _ in bucket.parameters]
+        bad = [names[i] for i in bad_RP.any(0).nonzero().flatten().tolist()]
+        ranks = bad_RP.any(1).nonzero().flatten().tolist()
+        raise UserError(nonfinite_message(self._step, bad, ranks))
+
+    def _send_returns(self, slots: Sequence[Slot], unresolved_RS: Tensor) -> None:
+        """Tell the senders which values could not be peeled; they put them back into their residuals.
+
+        All ranks know all counts, so in the usual step, with none, nothing is sent.
+        """
+        for slot, unresolved_R in zip(slots, unresolved_RS.unbind(1), strict=True):
+            most = int(unresolved_R.nan_to_num().max())
+            own = slot.compressor.unresolved_positions()
+            if most == 0 or own is None:
+                continue
+            message = own.new_full((most,), -1, dtype=torch.int32)
+            message[: own.numel()] = own
+            gathered = message.new_empty(self._ranks * most)
+            self.exchange.all_gather(gathered, message, self._group, "return")
+            for owner, positions in enumerate(gathered.view(self._ranks, most).long()):
+                slot.compressor.restore(owner, positions[positions >= 0])
+
+
+def nonfinite_message(step: int, parameters: Sequence[str], ranks: Sequence[int]) -> str:
+    """What to tell a user whose gradient is NaN or Inf."""
+    shown = ", ".join(parameters[:5]) + (f" and {len(parameters) - 5} more" if len(parameters) > 5 else "")
+    return (
+        f"step {step}: the gradient of {shown} is NaN or Inf on rank {', '.join(map(str, ranks))}; "
+        "nothing was updated. Lower trainer.learning_rate, raise trainer.warmup_steps, or set trainer.grad_clip; check the data"
+    )
+
+
+def _summarise_slots(slots: Sequence[Slot], stats_RSF: Tensor) -> dict[str, float | int | None]:
+    """Metrics over all ranks and all slots that sent a sketch."""
+    kept_S, union_S, peers_S, unresolved_S = stats_RSF.sum(0).unbind(-1)
+    sketched = ~union_S.isnan()
+    ranks = stats_RSF.shape[0]
+    metrics: dict[str, float | int | None] = {
+        "sketch_buckets": int(sketched.sum()),
+        "dense_buckets": int((~sketched).sum()),
+        "achieved_sparsity": None,
+        "union_density": None,
+        "peeled_frac": None,
+    }
+    if sketched.any():
+        shard_S = torch.tensor([slot.numel for slot in slots], dtype=torch.float64)[sketched]
+        metrics["achieved_sparsity"] = 1 - (kept_S[sketched].sum() / (shard_S.sum() * ranks**2)).item()
+        metrics["union_density"] = (union_S[sketched].sum() / (shard_S.sum() * ranks)).item()
+        peers = peers_S[sketched].sum().item()
+        metrics["peeled_frac"] = 1 - unresolved_S[sketched].sum().item() / peers if peers else 1.0
+    return metrics

@@ -1,0 +1,43 @@
+"""Where an iteration's time goes: named spans, on the clock of the device that does the work."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Stopwatch:
+    """Adds up milliseconds by name. On CUDA spans are event pairs on the current stream, read when taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._total_ms: defaultdict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time the enclosed block under ``name``."""
+        if self._cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((name, begin, end))
+        else:
+            begin_s = time.perf_counter()
+            yield
+            self._total_ms[name] += (time.perf_counter() - begin_s) * 1e3
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds by name since the last call, then start again. On CUDA this waits for the events."""
+        for name, begin, end in self._events:
+            end.synchronize()
+            self._total_ms[name] += begin.elapsed_time(end)
+        result = dict(self._total_ms)
+        self._total_ms.clear()
+        self._events.clear()
+        return result

@@ -1,0 +1,106 @@
+"""The contract of a compressor.
+
+``encode`` turns a bucket of gradients into a payload: tensors in sending order, each with the exchange it needs.
+``decode`` turns what arrived into the summed shard. Neither communicates. What arrived is already reduced: values are
+added in fp32, indices are OR-ed.
+
+Shape letters: W ranks, N elements of one shard, B bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tagc.config import CompressorConfig
+
+Kind = Literal["value", "index", "return", "param"]
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """The part of an FSDP bucket that one compressor handles."""
+
+    name: str
+    parameters: tuple[tuple[str, int], ...]  # (name, padded elements of one shard), in bucket order
+    ranks: int  # W
+    rank: int
+    device: torch.device
+    seed: int
+
+    @property
+    def numel(self) -> int:
+        """N, elements of one shard, padding included."""
+        return sum(numel for _, numel in self.parameters)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor to send: row w goes to rank w, and what a rank receives is reduced over the senders."""
+
+    tensor: Tensor  # [W, ...], contiguous
+    reduce: Literal["sum", "or"]  # sum: added in fp32 in rank order; or: bitwise, uint8
+    kind: Kind
+
+
+@dataclass
+class BucketStats:
+    """Counts of one encode and decode, as 0-dim tensors so that nothing waits for the device. None: not measured."""
+
+    kept: Tensor | None = None  # elements this rank selected, over all shards
+    union: Tensor | None = None  # elements of this rank's own shard that any rank selected
+    peers_union: Tensor | None = None  # elements of the own shard that its sketch holds
+    unresolved: Tensor | None = None  # elements of the own shard that peeling could not separate
+
+
+class Compressor(ABC):
+    """One bucket's encoder, decoder and state."""
+
+    #: whether the layer policy decides which parameters come here (a dense method takes the whole bucket)
+    follows_layer_policy = True
+
+    def __init__(self, config: CompressorConfig, spec: BucketSpec, kernels: ModuleType) -> None:
+        self.config, self.spec, self.kernels = config, spec, kernels
+        self.stats = BucketStats()
+
+    @abstractmethod
+    def encode(self, gradient_WN: Tensor, step: int) -> Sequence[Part]:
+        """Turn gradients into a payload. gradient_WN: float32 [W, N], contiguous; may be overwritten."""
+
+    @abstractmethod
+    def decode(self, received: Sequence[Tensor], step: int) -> Tensor:
+        """Turn the reduced parts (in payload order, without the W dimension) into the *sum* of the shard: fp32 [N]."""
+
+    @abstractmethod
+    def expected_bytes(self, step: int) -> dict[Kind, int]:
+        """Closed form of the bytes this rank sends to its peers at ``step``, by kind (returns are not foreseeable)."""
+
+    def unresolved_positions(self) -> Tensor | None:
+        """int64 positions in the own shard whose peers' values must go back to them; None if there are none."""
+        return None
+
+    def restore(self, owner: int, positions: Tensor) -> None:
+        """Put the values that this rank sent for ``positions`` of ``owner``'s shard back into the residual."""
+        raise NotImplementedError(f"{type(self).__name__} reports unresolved positions and must take them back")
+
+    def adapt(self, step: int, kept_W: Sequence[float], peers_union_W: Sequence[float]) -> str | None:
+        """Decide how the next step travels, from what all ranks measured (the same numbers everywhere).
+
+        kept_W: elements each rank selected, over all shards; peers_union_W: elements each owner's sketch held; NaN
+        where not measured. Returns a log line when the decision changes.
+        """
+        return None
+
+    def explain_dense(self) -> str | None:
+        """Why this configuration always sends the bucket dense, for the log; None if it does not."""
+        return None
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Residual by parameter name: float32 [W, padded shard elements], views of the state. Empty if none."""
+        return {}

@@ -1,0 +1,56 @@
+"""``network=paced``: each rank's full-duplex link modelled in process.
+
+Every byte a rank sends or receives reserves time on its link at the configured rate; an exchange may not complete
+before the time it reserved has passed. Reservations of concurrent exchanges queue behind each other piece by piece, so
+together they never exceed the rate. Works without privileges. What it does not model: protocol headers, congestion
+inside a switch, loss.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from tagc.config import BandwidthConfig, NetworkConfig
+
+
+class PacedLink:
+    """One rank's link. rate: bytes per second in each direction, None for no cap. latency: seconds, one way."""
+
+    def __init__(
+        self,
+        rate_bytes_per_s: float | None,
+        latency_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.rate_bytes_per_s, self.latency_s = rate_bytes_per_s, latency_s
+        self._clock, self._sleep = clock, sleep
+        self._free_at = {"send": 0.0, "receive": 0.0}
+        self._lock = threading.Lock()
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether this link delays anything."""
+        return self.rate_bytes_per_s is not None or self.latency_s > 0
+
+    def reserve(self, direction: str, nbytes: int) -> float:
+        """Queue ``nbytes`` on the link; returns the clock time at which the last of them has passed it."""
+        seconds = nbytes / self.rate_bytes_per_s if self.rate_bytes_per_s else 0.0
+        with self._lock:
+            free_at = max(self._clock(), self._free_at[direction]) + seconds
+            self._free_at[direction] = free_at
+        return free_at + self.latency_s
+
+    def wait_until(self, deadline: float) -> None:
+        """Block until the clock reaches ``deadline``."""
+        remaining = deadline - self._clock()
+        if remaining > 0:
+            self._sleep(remaining)
+
+
+def build_link(bandwidth: BandwidthConfig, network: NetworkConfig) -> PacedLink:
+    """The link that the configuration describes, slowed down by ``network.time_dilation``."""
+    rate = None if bandwidth.rate_mbps is None else bandwidth.rate_mbps * 1e6 / 8 / network.time_dilation
+    return PacedLink(rate, network.latency_ms / 1e3 * network.time_dilation)
