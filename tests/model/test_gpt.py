@@ -1,0 +1,147 @@
+"""The model on one process: shapes, causality, counts, tying, and that it learns."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tagc.config import ModelConfig, TrainerConfig
+from tagc.model.gpt import GPT, flops_per_token, parameter_count
+from tests.model.common import VOCAB, build_plain, global_batch, train
+
+PAPER = ModelConfig(layers=12, width=768, heads=12, context=512)
+PAPER_VOCAB = 50304
+
+
+def _on_meta(config: ModelConfig, vocab_size: int) -> GPT:
+    with torch.device("meta"):
+        return GPT(config, vocab_size)
+
+
+def test_logits_and_loss_have_the_stated_shapes_and_dtypes() -> None:
+    gpt = build_plain()
+    inputs, targets = global_batch(0, 7)
+    logits = gpt(inputs)
+    assert logits.shape == (12, 7, VOCAB)
+    loss = gpt(inputs, targets)
+    assert loss.shape == () and loss.dtype == torch.float32
+    expected = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
+    torch.testing.assert_close(loss, expected)
+    assert abs(loss.item() - math.log(VOCAB)) < 0.05  # an untrained model knows nothing
+    assert gpt.bfloat16()(inputs, targets).dtype == torch.float32
+
+
+def test_a_sequence_beyond_the_context_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"17 tokens does not fit model\.context=16"):
+        build_plain()(torch.zeros(1, 17, dtype=torch.long))
+
+
+@pytest.mark.parametrize("changed", [0, 5, 15])
+def test_a_token_changes_no_earlier_logits(changed: int) -> None:
+    gpt = build_plain()
+    inputs, _ = global_batch(0, 16)
+    other = inputs.clone()
+    other[:, changed] = (other[:, changed] + 1) % VOCAB
+    difference = (gpt(inputs) - gpt(other)).abs().amax(dim=(0, 2))
+    assert torch.all(difference[:changed] == 0)
+    assert torch.all(difference[changed:] > 0)
+
+
+def test_nano_has_3_4_million_parameters() -> None:
+    assert parameter_count(_on_meta(ModelConfig(), 4096)) == 3_377_280
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "heads", "millions"),
+    [(12, 768, 12, 124.44), (24, 1024, 16, 354.82), (36, 1280, 20, 774.03), (48, 1600, 25, 1557.61)],
+)
+def test_sizes_are_those_of_gpt2(layers: int, width: int, heads: int, millions: float) -> None:
+    """Counts of the released GPT-2 checkpoints (50,257 tokens, tied), which all have these dimensions."""
+    config = ModelConfig(layers=layers, width=width, heads=heads, context=1024, tie_weights=True)
+    assert round(parameter_count(_on_meta(config, 50257)) / 1e6, 2) == millions
+
+
+def test_gpt2_untied_has_163_million_parameters_and_tied_one_matrix_less() -> None:
+    shape = {"layers": 12, "width": 768, "heads": 12, "context": 1024}
+    untied = parameter_count(_on_meta(ModelConfig(**shape), PAPER_VOCAB))
+    tied = parameter_count(_on_meta(ModelConfig(**shape, tie_weights=True), PAPER_VOCAB))
+    assert untied == 163_109_376
+    assert untied - tied == PAPER_VOCAB * 768
+
+
+def test_the_papers_configuration_is_met_up_to_its_missing_biases() -> None:
+    """162.6 M parameters, 82.3 % of them in MLP matrices, token embedding and LM head.
+
+    The paper's code trains nanoGPT with ``bias=False``; ours has GPT-2's biases, 0.06 % more parameters.
+    """
+    parameters = dict(_on_meta(PAPER, PAPER_VOCAB).named_parameters())
+    total = sum(p.numel() for p in parameters.values())
+    biases = sum(p.numel() for name, p in parameters.items() if name.endswith("bias"))
+    compressed = sum(
+        p.numel()
+        for name, p in parameters.items()
+        if name.endswith("weight") and (".mlp." in name or p.shape[0] == 50304)
+    )
+    assert total - biases == 162_614_016
+    assert biases / total < 0.001
+    assert round(100 * compressed / (total - biases), 1) == 82.3
+    assert round(100 * compressed / total, 1) == 82.3
+
+
+@pytest.mark.parametrize("tie_weights", [False, True])
+def test_flops_are_those_that_torch_counts(tie_weights: bool) -> None:
+    gpt = build_plain(tie_weights=tie_weights)
+    inputs, targets = global_batch(0, 16)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        gpt(inputs, targets).backward()
+    assert counter.get_total_flops() == inputs.numel() * flops_per_token(gpt)
+
+
+def test_tied_weights_are_one_parameter_with_both_gradients() -> None:
+    gpt = build_plain(tie_weights=True)
+    assert gpt.lm_head.weight is gpt.wte.weight
+    assert "lm_head.weight" not in dict(gpt.named_parameters())
+    inputs, targets = global_batch(0, 16)
+    gpt(inputs, targets).backward()
+    tied_gradient = gpt.wte.weight.grad
+    untied = build_plain()
+    with torch.no_grad():
+        untied.lm_head.weight.copy_(untied.wte.weight)
+    untied(inputs, targets).backward()
+    torch.testing.assert_close(tied_gradient, untied.wte.weight.grad + untied.lm_head.weight.grad)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    gpt = build_plain(dropout=0.5)
+    inputs, _ = global_batch(0, 16)
+    assert not torch.equal(gpt(inputs), gpt(inputs))
+    gpt.eval()
+    assert torch.equal(gpt(inputs), gpt(inputs))
+    plain = build_plain().eval()
+    assert torch.equal(gpt(inputs), plain(inputs))
+
+
+def test_a_small_text_is_learnt_by_heart() -> None:
+    gpt = build_plain()
+    trainer = TrainerConfig(learning_rate=1e-2)
+    inputs, targets = (part[:2] for part in global_batch(0, 16))
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=trainer.learning_rate)
+    for _ in range(60):
+        loss = gpt(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.1
+
+
+def test_recomputed_activations_change_nothing() -> None:
+    trainer = TrainerConfig()
+    expected = train(build_plain(), trainer)
+    gpt = build_plain()
+    for block in gpt.blocks:
+        block.recompute_activations = True
+    assert train(gpt, trainer)["losses"] == expected["losses"]
