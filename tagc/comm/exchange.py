@@ -25,6 +25,9 @@ from tagc.network.pacing import PacedLink
 from tagc.network.stream_pacing import StreamPacer
 
 PIECE_BYTES = 1 << 20
+# torch 2.13 renames these collectives and warns about the old names; torch 2.11 knows only those.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Exchange:
@@ -83,7 +86,13 @@ class Exchange:
             self._exchange_pieces([([rows[rank]] * ranks, rows)], group, paced=True)
         else:
             with self._pace_stream((ranks - 1) * shard.nbytes):
-                dist.all_gather_into_tensor(output, shard, group=group)
+                _all_gather_single(output, shard, group=group)
+
+    def gather_numbers(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The step's control message: a few numbers [n] of every rank -> [W, n]. Neither counted nor paced."""
+        gathered = own.new_empty(group.size() * own.numel())
+        _all_gather_single(gathered, own, group=group)
+        return gathered.view(group.size(), -1)
 
     def _pace_stream(self, nbytes: int) -> AbstractContextManager[None]:
         if self._stream_pacer is None or not nbytes:
@@ -146,7 +155,7 @@ def _reduce_rows(rows_WN: Tensor, part: Part) -> Tensor:
 def _reduce_scatter_native(part: Part, group: dist.ProcessGroup) -> Tensor:
     if part.reduce == "sum" and part.tensor.dtype == torch.float32:
         total = torch.empty_like(part.tensor[0])
-        dist.reduce_scatter_tensor(total, part.tensor, op=dist.ReduceOp.SUM, group=group)
+        _reduce_scatter_single(total, part.tensor, op=dist.ReduceOp.SUM, group=group)
         return total
     received = torch.empty_like(part.tensor)  # NCCL would add bf16 in bf16 and cannot OR: move, then reduce here
     dist.all_to_all_single(received, part.tensor, group=group)

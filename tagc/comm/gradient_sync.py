@@ -28,7 +28,7 @@ from tagc.config import Config
 from tagc.errors import UserError
 
 Parameters = Sequence[tuple[str, torch.Size]]
-_STATS = ("kept", "union", "peers_union", "unresolved")
+_STATS = ("kept", "densest", "union", "peers_union", "unresolved")
 
 
 @dataclass
@@ -184,7 +184,7 @@ class GradientSync:
         self._step = step
         every = self._config.logging.fidelity_every
         self._fidelity = (
-            torch.zeros(3, dtype=torch.float64, device=self._device) if every and step % every == 0 else None
+            torch.zeros(4, dtype=torch.float64, device=self._device) if every and step % every == 0 else None
         )
         for bucket in self.buckets:
             bucket.column_sums = None
@@ -205,7 +205,9 @@ class GradientSync:
             for slot, parts in zip(bucket.slots, payloads, strict=True):
                 slot.put(total_S, slot.compressor.decode([next(received) for _ in parts], self._step))
         if dense_S is not None and self._fidelity is not None:
-            self._fidelity += torch.stack([total_S.dot(dense_S), total_S.dot(total_S), dense_S.dot(dense_S)])
+            with self.stopwatch.span("diagnostic"):
+                a, b = total_S.double(), dense_S.double()
+                self._fidelity += torch.stack([a.dot(b), a.dot(a), b.dot(b), (a - b).square().sum()])
         return total_S
 
     def _reduce_dense(self, gradient_WS: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -225,12 +227,12 @@ class GradientSync:
         report = StepReport(numbers["loss"].mean().item(), _summarise_slots(slots, stats_RSF))
         report.metrics["residual_norm"] = numbers["residual_squared"].sum().sqrt().item()
         if self._fidelity is not None:
-            dot, decoded, dense = numbers["fidelity"].sum(0).tolist()
+            dot, decoded, dense, error = numbers["fidelity"].sum(0).tolist()
             report.metrics["fidelity_cosine"] = dot / math.sqrt(decoded * dense) if decoded and dense else None
-            error = math.sqrt(max(0.0, decoded + dense - 2 * dot))
-            report.metrics["fidelity_rel_error"] = error / math.sqrt(dense) if dense else None
+            report.metrics["fidelity_rel_error"] = math.sqrt(error / dense) if dense else None
         for slot, stats_RF in zip(slots, stats_RSF.unbind(1), strict=True):
-            message = slot.compressor.adapt(self._step, stats_RF[:, 0].tolist(), stats_RF[:, 2].tolist())
+            largest = dict(zip(_STATS, stats_RF.amax(0).tolist(), strict=True))
+            message = slot.compressor.adapt(self._step, largest["densest"], largest["peers_union"])
             if message:
                 report.messages.append(message)
         return report
@@ -245,13 +247,12 @@ class GradientSync:
             "loss": loss.detach().view(1),
             "stats": torch.stack([missing, *(missing if value is None else value for value in stats)])[1:],
             "residual_squared": sum((view.square().sum() for view in residuals), missing.new_zeros(())).view(1),
-            "fidelity": missing.new_zeros(3) if self._fidelity is None else self._fidelity,
+            "fidelity": missing.new_zeros(4) if self._fidelity is None else self._fidelity,
             "column_sums": torch.cat([missing.new_zeros(0), *sums]),
         }
         own = torch.cat([part.to(torch.float64) for part in parts.values()])
-        gathered = own.new_empty(self._ranks * own.numel())
-        dist.all_gather_into_tensor(gathered, own)
-        split = gathered.cpu().view(self._ranks, -1).split([part.numel() for part in parts.values()], dim=1)
+        gathered = self.exchange.gather_numbers(own, self._group).cpu()
+        split = gathered.split([part.numel() for part in parts.values()], dim=1)
         return dict(zip(parts, split, strict=True))
 
     def _check_finite(self, column_sums_RP: Tensor) -> None:
@@ -282,17 +283,18 @@ class GradientSync:
 
 
 def nonfinite_message(step: int, parameters: Sequence[str], ranks: Sequence[int]) -> str:
-    """What to tell a user whose gradient is NaN or Inf."""
+    """What to tell a user whose gradient is NaN or Inf at ``step`` (counted from 0; the message counts from 1)."""
     shown = ", ".join(parameters[:5]) + (f" and {len(parameters) - 5} more" if len(parameters) > 5 else "")
     return (
-        f"step {step}: the gradient of {shown} is NaN or Inf on rank {', '.join(map(str, ranks))}; "
-        "nothing was updated. Lower trainer.learning_rate, raise trainer.warmup_steps, or set trainer.grad_clip; check the data"
+        f"step {step + 1}: the gradient of {shown} is NaN or Inf on rank {', '.join(map(str, ranks))}; "
+        "this step updated nothing. Lower trainer.learning_rate, raise trainer.warmup_steps, set trainer.grad_clip, "
+        "or look for bad data"
     )
 
 
 def _summarise_slots(slots: Sequence[Slot], stats_RSF: Tensor) -> dict[str, float | int | None]:
     """Metrics over all ranks and all slots that sent a sketch."""
-    kept_S, union_S, peers_S, unresolved_S = stats_RSF.sum(0).unbind(-1)
+    kept_S, _, union_S, peers_S, unresolved_S = stats_RSF.sum(0).unbind(-1)
     sketched = ~union_S.isnan()
     ranks = stats_RSF.shape[0]
     metrics: dict[str, float | int | None] = {

@@ -55,3 +55,21 @@ class RoleSummary:
     compressed: int = 0  # elements that the compressor gets
     dense_bytes: int = 0  # gradient bytes a rank sends per step in fp32
     sent_bytes: int = 0  # the same with the compressor
+
+
+def format_policy(summary: list[RoleSummary]) -> list[str]:
+    """The table printed at start: a heading, one line per role, the total."""
+    total = RoleSummary("total")
+    for line in summary:
+        total.parameters += line.parameters
+        total.compressed += line.compressed
+        total.dense_bytes += line.dense_bytes
+        total.sent_bytes += line.sent_bytes
+    lines = ["gradients by role   elements    compressed   sent per rank and step, fp32 -> now"]
+    for line in [*sorted(summary, key=lambda line: -line.parameters), total]:
+        share = line.compressed / line.parameters
+        lines.append(
+            f"  {line.role:<12} {line.parameters:>13,}  {share:>11.1%}   "
+            f"{line.dense_bytes / 1e6:>9.2f} MB -> {line.sent_bytes / 1e6:.2f} MB"
+        )
+    return lines

@@ -54,6 +54,7 @@ class BucketStats:
     """Counts of one encode and decode, as 0-dim tensors so that nothing waits for the device. None: not measured."""
 
     kept: Tensor | None = None  # elements this rank selected, over all shards
+    densest: Tensor | None = None  # elements this rank selected for the shard it selected most for
     union: Tensor | None = None  # elements of this rank's own shard that any rank selected
     peers_union: Tensor | None = None  # elements of the own shard that its sketch holds
     unresolved: Tensor | None = None  # elements of the own shard that peeling could not separate
@@ -89,11 +90,11 @@ class Compressor(ABC):
         """Put the values that this rank sent for ``positions`` of ``owner``'s shard back into the residual."""
         raise NotImplementedError(f"{type(self).__name__} reports unresolved positions and must take them back")
 
-    def adapt(self, step: int, kept_W: Sequence[float], peers_union_W: Sequence[float]) -> str | None:
+    def adapt(self, step: int, densest: float, peers_union: float) -> str | None:
         """Decide how the next step travels, from what all ranks measured (the same numbers everywhere).
 
-        kept_W: elements each rank selected, over all shards; peers_union_W: elements each owner's sketch held; NaN
-        where not measured. Returns a log line when the decision changes.
+        densest and peers_union: the largest of :class:`BucketStats` over the ranks, NaN where not measured. Returns a
+        log line when the decision changes.
         """
         return None
 

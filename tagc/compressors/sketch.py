@@ -67,23 +67,25 @@ class Sketch(Compressor):
             f"{self.config.max_load}; lower compressor.ratio or raise compressor.sparsity"
         )
 
-    def adapt(self, step: int, kept_W: Sequence[float], peers_union_W: Sequence[float]) -> str | None:
+    def adapt(self, step: int, densest: float, peers_union: float) -> str | None:
         if not self.config.dense_fallback or step < self.config.warmup_steps or self._dense_until == math.inf:
             return None
         if self.is_dense(step):  # decide whether to try the sketch at the next step
             if step + 1 < self._dense_until:
                 return None
-            density = max(kept_W) / self.residual_WN.numel()
-            load = self._estimate_load(min(density, 1 - self.config.sparsity))
+            load = self._estimate_load(min(densest / self.spec.numel, 1 - self.config.sparsity))
         else:
-            load = max(peers_union_W) / self.layout.sketch_numel
+            load = peers_union / self.layout.sketch_numel
         if not load > self.config.max_load:
             return None
         held = "would hold" if self.is_dense(step) else "held"
+        is_retry = self.is_dense(step) and step > self.config.warmup_steps
         self._dense_until = step + 1 + self.config.retry_steps
+        if is_retry:
+            return None  # it was said when the bucket went dense
         return (
             f"{self.spec.name}: its sketch {held} {load:.2f} elements per cell, over compressor.max_load="
-            f"{self.config.max_load}; dense until step {self._dense_until}"
+            f"{self.config.max_load}; dense for {self.config.retry_steps} steps"
         )
 
     def _estimate_load(self, density: float) -> float:
@@ -113,7 +115,7 @@ class Sketch(Compressor):
         if self.is_dense(step):
             return self._encode_dense(x)
         mask = self.kernels.select_values(x, self._threshold(x, step))
-        self.stats.kept = mask.sum()
+        self._count_kept(mask)
         self._keep_rest(x, mask)
         rank = self.spec.rank
         self._own_N = torch.where(mask[rank], x[rank], 0.0)
@@ -129,9 +131,13 @@ class Sketch(Compressor):
 
     def _encode_dense(self, x: Tensor) -> Sequence[Part]:
         wire = x.to(self.wire_dtype)
-        self.stats.kept = (x != 0).sum()
+        self._count_kept(x != 0)
         torch.sub(x, wire, out=self.residual_WN)  # the rounding of a bf16 wire, else zero
         return [Part(wire, "sum", "value")]
+
+    def _count_kept(self, mask_WN: Tensor) -> None:
+        kept_W = mask_WN.sum(dim=1)
+        self.stats.kept, self.stats.densest = kept_W.sum(), kept_W.max()
 
     def _keep_rest(self, x: Tensor, mask: Tensor) -> None:
         if self.config.error_feedback:
@@ -142,7 +148,7 @@ class Sketch(Compressor):
     def _threshold(self, x: Tensor, step: int) -> Tensor:
         density = 1 - self.config.sparsity
         if density == 1:
-            return x.new_zeros(())
+            return x.new_zeros(1)
         if self.config.threshold == "exact":
             return self.kernels.threshold_exact(x, density)
         if self.config.threshold == "lognormal":

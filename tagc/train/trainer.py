@@ -1,0 +1,210 @@
+"""The training loop: one optimizer step is accumulate, reduce once, close the step, clip, update, record."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tagc.comm.exchange import Exchange
+from tagc.comm.gradient_sync import GradientSync, nonfinite_message
+from tagc.comm.policy import format_policy
+from tagc.comm.stopwatch import Stopwatch
+from tagc.config import Config
+from tagc.data import DataInfo, TrainLoader, open_tokens, validation_batch
+from tagc.errors import UserError
+from tagc.model.gpt import GPT, parameter_count
+from tagc.model.init import materialize
+from tagc.network import build_link
+from tagc.record import NullRecorder
+from tagc.train.optimizer import build_optimizer, clip_gradients, learning_rate_at
+from tagc.train.parallel import shard_model, unit_parameter_names
+
+logger = logging.getLogger("tagc")
+
+
+class Trainer:
+    """Model, optimizer, data and gradient exchange of one rank."""
+
+    def __init__(self, config: Config, data: DataInfo, device: torch.device, kernels: ModuleType) -> None:
+        self.config, self.device = config, device
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(config.seed * 1_000_003 + self.rank)  # dropout; weights and data have seeds of their own
+        self.stopwatch = Stopwatch(device)
+        self.exchange = Exchange(build_link(config.bandwidth, config.network), device)
+        self._build_model(data.vocab_size, kernels)
+        self._open_data(data)
+
+    def _build_model(self, vocab_size: int, kernels: ModuleType) -> None:
+        with torch.device("meta"):
+            self.model = GPT(self.config.model, vocab_size)
+        mesh = init_device_mesh(self.device.type, (self.ranks,))
+        self.units = shard_model(self.model, self.config.trainer, mesh)
+        materialize(self.model, self.config.seed, self.device)
+        self.sync = GradientSync(
+            self.config,
+            self.units,
+            unit_parameter_names(self.model, self.units),
+            self.exchange,
+            self.stopwatch,
+            kernels,
+            self.device,
+        )
+        self.optimizer = build_optimizer(self.model, self.config.trainer)
+
+    def _open_data(self, data: DataInfo) -> None:
+        context = self.config.model.context
+        loader = TrainLoader(
+            open_tokens(data, "train"),
+            context,
+            self.config.trainer.global_batch,
+            self.rank,
+            self.ranks,
+            self.config.seed,
+        )
+        self.batches = iter(loader)
+        inputs, targets = validation_batch(open_tokens(data, "val"), context, self.config.data.val_sequences)
+        # Every rank takes part in every forward pass, so each validates the same number of sequences: the last ones
+        # are filled up by repetition and weighed zero.
+        share = math.ceil(len(inputs) / self.ranks)
+        position = torch.arange(self.rank * share, (self.rank + 1) * share)
+        self._val_weight = (position < len(inputs)).float()
+        position = position.clamp(max=len(inputs) - 1)
+        self._val_inputs, self._val_targets = inputs[position], targets[position]
+
+    def log_start(self, kernels_name: str) -> None:
+        """Say what is about to run: model, link, and what the layer policy does to the gradient traffic."""
+        if self.rank != 0:
+            return
+        config = self.config
+        logger.info(
+            "%s, %s parameters, %d rank(s) on %s, compressor %s (kernels %s), bandwidth %s%s",
+            config.model.name,
+            f"{parameter_count(self.model):,}",
+            self.ranks,
+            self.device.type,
+            config.compressor.name,
+            kernels_name,
+            config.bandwidth.name,
+            f" / {config.network.time_dilation:g}" if config.network.time_dilation != 1 else "",
+        )
+        if self.ranks == 1:
+            logger.info("one rank has nobody to exchange gradients with: the compressor is not used")
+            return
+        for line in format_policy(self.sync.describe_policy()):
+            logger.info("%s", line)
+        for line in self.sync.explain_dense():
+            logger.warning("%s", line)
+
+    def train(self, recorder: NullRecorder) -> None:
+        """Run all steps. Errors: ``UserError`` on every rank when a gradient is NaN or Inf."""
+        settings = self.config.trainer
+        for step in range(settings.max_steps):
+            row = self.train_step(step)
+            if (step + 1) % settings.eval_every == 0 or step + 1 == settings.max_steps:
+                row["val_loss"] = self.validate()
+            recorder.step({"step": step + 1, **row})
+
+    def train_step(self, step: int) -> dict[str, Any]:
+        """One optimizer step; returns its row of metrics. Times are wall times of this rank, in milliseconds."""
+        self._synchronize()
+        begin_s = time.perf_counter()
+        self.stopwatch.take()
+        self.exchange.take_sent_bytes()
+        self.sync.begin_step(step)
+        loss = self._accumulate_gradients()
+        report = self.sync.finish_step(loss)
+        for message in report.messages:
+            if self.rank == 0:
+                logger.warning("step %d: %s", step + 1, message)
+        grad_norm = clip_gradients(self.model.parameters(), self.config.trainer.grad_clip).item()
+        if not math.isfinite(grad_norm):
+            raise UserError(nonfinite_message(step, self._nonfinite_parameters(), [self.rank]))
+        rate = learning_rate_at(step, self.config.trainer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._synchronize()
+        elapsed_ms = (time.perf_counter() - begin_s) * 1e3
+        return {
+            "train_loss": report.loss,
+            "learning_rate": rate,
+            "grad_norm": grad_norm,
+            "tokens": self.config.trainer.global_batch * self.config.model.context,
+            **self._split_time(elapsed_ms),
+            **self._count_bytes(),
+            **report.metrics,
+        }
+
+    def _accumulate_gradients(self) -> Tensor:
+        """Forward and backward over this rank's micro-batches; only the last one reduces. Returns the mean loss."""
+        (inputs, targets), _ = next(self.batches)
+        micro, count = self.config.micro_batch, self.config.accumulation
+        total = torch.zeros((), device=self.device)
+        for i in range(count):
+            self.model.set_requires_gradient_sync(i == count - 1)
+            rows = slice(i * micro, (i + 1) * micro)
+            loss = self.model(inputs[rows].to(self.device), targets[rows].to(self.device)) / count
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the fixed validation sequences, each token weighed alike, the same on every rank."""
+        self.model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        micro = self.config.micro_batch
+        for i in range(0, len(self._val_inputs), micro):
+            weight = self._val_weight[i : i + micro].to(self.device)
+            logits = self.model(self._val_inputs[i : i + micro].to(self.device))
+            targets = self._val_targets[i : i + micro].to(self.device)
+            loss_BT = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
+            total += torch.stack([(loss_BT.mean(dim=1) * weight).sum(), weight.sum()])
+        for _, unit in self.units:
+            unit.reshard()  # units that stay gathered after forward: training steps must all gather alike
+        dist.all_reduce(total)
+        self.model.train()
+        return (total[0] / total[1]).item()
+
+    def _split_time(self, elapsed_ms: float) -> dict[str, float]:
+        """The step's time by part. On the CPU the parts run one after another and compute is what is left."""
+        spans = self.stopwatch.take()
+        iteration_ms = elapsed_ms - spans.pop("diagnostic", 0.0)
+        exchange_ms = spans.get("exchange", 0.0) + spans.get("gather", 0.0)
+        row = {
+            "iteration_ms": iteration_ms,
+            "encode_ms": spans.get("encode", 0.0),
+            "exchange_ms": exchange_ms,
+            "gather_ms": spans.get("gather", 0.0),  # the part of exchange_ms that gathers parameters
+            "decode_ms": spans.get("decode", 0.0),
+        }
+        if self.device.type == "cpu":
+            row["compute_ms"] = iteration_ms - row["encode_ms"] - exchange_ms - row["decode_ms"]
+        return row
+
+    def _count_bytes(self) -> dict[str, int]:
+        sent = self.exchange.take_sent_bytes()
+        row = {f"{kind}_wire_bytes": sent.get(kind, 0) for kind in ("value", "index", "return", "param")}
+        row["grad_wire_bytes"] = row["value_wire_bytes"] + row["index_wire_bytes"] + row["return_wire_bytes"]
+        row["wire_bytes"] = row["grad_wire_bytes"] + row["param_wire_bytes"]
+        return row
+
+    def _nonfinite_parameters(self) -> list[str]:
+        def is_bad(gradient: Tensor) -> bool:
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            return not local.isfinite().all()
+
+        return [name for name, p in self.model.named_parameters() if p.grad is not None and is_bad(p.grad)]
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

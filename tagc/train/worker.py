@@ -1,0 +1,61 @@
+"""What runs in every rank: set up the process group, the record and the trainer, then train."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tagc.config import Config
+from tagc.data import DataInfo
+from tagc.device import resolve_device
+from tagc.kernels import resolve_backend
+from tagc.record import NullRecorder, Recorder, build_manifest, close_logging, setup_logging
+from tagc.train.trainer import Trainer
+
+logger = logging.getLogger("tagc")
+
+
+def run_worker(config: Config, data: DataInfo, run_dir: str) -> None:
+    """Train in this rank; rank 0 records into ``run_dir``. RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* must be set.
+
+    Errors: ``UserError`` for bad input, on all ranks alike.
+    """
+    rank = int(os.environ["RANK"])
+    device = torch.device(resolve_device(config.cluster.device, config.cluster.ranks))
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    elif config.cluster.threads_per_rank:
+        torch.set_num_threads(config.cluster.threads_per_rank)
+    setup_logging(Path(run_dir), rank)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=config.cluster.timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        _train(config, data, run_dir, device)
+    finally:
+        dist.destroy_process_group()
+        close_logging()
+
+
+def _train(config: Config, data: DataInfo, run_dir: str, device: torch.device) -> None:
+    kernels_name, kernels = resolve_backend(config.kernels)
+    extra = {"data": asdict(data), "backend": dist.get_backend(), "threads_per_rank": torch.get_num_threads()}
+    manifest = build_manifest(config, kernels=kernels_name, device=str(device), extra=extra)
+    recorder = Recorder(Path(run_dir), config, manifest) if dist.get_rank() == 0 else NullRecorder()
+    with recorder:
+        trainer = Trainer(config, data, device, kernels)
+        trainer.log_start(kernels_name)
+        trainer.train(recorder)
+        recorder.finish("done")
+        if dist.get_rank() == 0:
+            logger.info("run folder: %s", run_dir)
