@@ -58,4 +58,4 @@ def test_a_dead_rank_is_reported_without_waiting_for_the_others() -> None:
 
 def test_a_hang_ends_at_the_timeout() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]"):
-        run_ranks(_sleep, 2, timeout_s=3)
+        run_ranks(_sleep, 2, timeout_s=1.5)

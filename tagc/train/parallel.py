@@ -37,7 +37,7 @@ def shard_model(model: GPT, config: TrainerConfig, mesh: DeviceMesh) -> Units:
         if config.compile:
             # The forward method, not the module: FSDP's hooks stay outside the compiled region.
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
-    options = {"mesh": mesh, "mp_policy": _mixed_precision(config)}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": _mixed_precision(config)}
     members = _unit_members(model)
     for name, modules in members.items():
         if name != "root":

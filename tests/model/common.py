@@ -74,5 +74,8 @@ def train(
         result["norms"].append(clip_gradients(gpt.parameters(), trainer.grad_clip))
         optimizer.step()
         optimizer.zero_grad()
+        if step == 0:  # validation between steps must not leave anything behind
+            with torch.no_grad():
+                result["validation_loss"] = gpt(*global_batch(100, gpt.config.context)).item()
     result["parameters"] = full_parameters(gpt)
     return result

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,8 +15,15 @@ from tagc.config import ModelConfig, TrainerConfig
 from tagc.model.gpt import GPT, flops_per_token, parameter_count
 from tests.model.common import VOCAB, build_plain, global_batch, train
 
+CONF = Path(__file__).parents[2] / "conf" / "model"
 PAPER = ModelConfig(layers=12, width=768, heads=12, context=512)
 PAPER_VOCAB = 50304
+
+
+def _committed_config(name: str) -> ModelConfig:
+    return OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(CONF / f"{name}.yaml"))
+    )
 
 
 def _on_meta(config: ModelConfig, vocab_size: int) -> GPT:
@@ -56,21 +65,29 @@ def test_nano_has_3_4_million_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "width", "heads", "millions"),
-    [(12, 768, 12, 124.44), (24, 1024, 16, 354.82), (36, 1280, 20, 774.03), (48, 1600, 25, 1557.61)],
+    ("name", "millions"), [("gpt2", 124.44), ("gpt2_medium", 354.82), ("gpt2_large", 774.03), ("gpt2_xl", 1557.61)]
 )
-def test_sizes_are_those_of_gpt2(layers: int, width: int, heads: int, millions: float) -> None:
-    """Counts of the released GPT-2 checkpoints (50,257 tokens, tied), which all have these dimensions."""
-    config = ModelConfig(layers=layers, width=width, heads=heads, context=1024, tie_weights=True)
+def test_committed_sizes_are_those_of_gpt2(name: str, millions: float) -> None:
+    """Counts of the released GPT-2 checkpoints: 50,257 tokens, tied."""
+    config = _committed_config(name)
+    config.tie_weights = True
     assert round(parameter_count(_on_meta(config, 50257)) / 1e6, 2) == millions
 
 
 def test_gpt2_untied_has_163_million_parameters_and_tied_one_matrix_less() -> None:
-    shape = {"layers": 12, "width": 768, "heads": 12, "context": 1024}
-    untied = parameter_count(_on_meta(ModelConfig(**shape), PAPER_VOCAB))
-    tied = parameter_count(_on_meta(ModelConfig(**shape, tie_weights=True), PAPER_VOCAB))
+    config = _committed_config("gpt2")
+    untied = parameter_count(_on_meta(config, PAPER_VOCAB))
+    config.tie_weights = True
     assert untied == 163_109_376
-    assert untied - tied == PAPER_VOCAB * 768
+    assert untied - parameter_count(_on_meta(config, PAPER_VOCAB)) == PAPER_VOCAB * 768
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_committed_configs_hold_differences_only(path: Path) -> None:
+    values = OmegaConf.to_object(OmegaConf.load(path))
+    assert values.pop("name") == path.stem
+    defaults = vars(ModelConfig())
+    assert all(defaults[key] != value for key, value in values.items())
 
 
 def test_the_papers_configuration_is_met_up_to_its_missing_biases() -> None:
@@ -138,10 +155,12 @@ def test_a_small_text_is_learnt_by_heart() -> None:
     assert loss.item() < 0.1
 
 
-def test_recomputed_activations_change_nothing() -> None:
-    trainer = TrainerConfig()
-    expected = train(build_plain(), trainer)
+def test_recomputed_activations_change_no_loss() -> None:
+    expected = train(build_plain(), TrainerConfig())
     gpt = build_plain()
+    calls = []
     for block in gpt.blocks:
         block.recompute_activations = True
-    assert train(gpt, trainer)["losses"] == expected["losses"]
+        block.attn.register_forward_hook(lambda *_: calls.append(1))
+    assert train(gpt, TrainerConfig(), steps=3)["losses"] == expected["losses"]
+    assert len(calls) == 2 * (3 * 2 + 1)  # per block: each of 3 steps runs it twice, validation once

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tagc.config import TrainerConfig
-from tagc.train.parallel import unit_parameter_names
+from tagc.model.gpt import flops_per_token, parameter_count
+from tagc.train.parallel import _tune_communication, unit_parameter_names
 from tests.distributed import run_ranks
 from tests.model.common import build_plain, build_sharded, global_batch, train
 
@@ -34,6 +35,8 @@ def _train_all_cases(rank: int) -> dict[str, Any]:
         gpt, _ = build_sharded(trainer, **model)
         result = train(gpt, trainer, rank, ranks, accumulation=accumulation)
         result["tied"] = gpt.lm_head.weight is gpt.wte.weight
+        result["counts"] = parameter_count(gpt), flops_per_token(gpt)
+        assert all(b.recompute_activations is trainer.activation_checkpointing for b in gpt.blocks)
         results[case] = result
     return results
 
@@ -43,11 +46,13 @@ def test_sharded_training_is_plain_training(ranks: int) -> None:
     """Losses, the global norm, the first step's gradients and the final parameters, up to the order of summation."""
     results = run_ranks(_train_all_cases, ranks)
     for case, (model, _, _) in CASES.items():
-        expected = train(build_plain(**model), TrainerConfig())
-        assert expected["losses"][-1] < expected["losses"][0] + 0.1
+        plain = build_plain(**model)
+        expected = train(plain, TrainerConfig())
         for result in (on_rank[case] for on_rank in results):
             assert result["tied"] is model.get("tie_weights", False)
+            assert result["counts"] == (parameter_count(plain), flops_per_token(plain))
             assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), case
+            assert result["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-5), case
             torch.testing.assert_close(result["norms"], expected["norms"], rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(result["gradients"], expected["gradients"], rtol=1e-4, atol=1e-6)
             # AdamW divides by the root of tiny second moments, which amplifies the last bit of a gradient.
@@ -104,6 +109,20 @@ def test_only_blocks_are_gathered_twice(reshard_after_forward: bool, gathers: in
     assert sum(count for op, count in counts.items() if "reduce_scatter" in op) == 5
 
 
+def _train_tuned_for_cuda(rank: int) -> list[float]:
+    trainer = TrainerConfig()
+    gpt, units = build_sharded(trainer)
+    _tune_communication(units, "cuda")
+    return train(gpt, trainer, rank, dist.get_world_size())["losses"]
+
+
+def test_what_is_tuned_for_cuda_trains_the_same() -> None:
+    """The prefetch order and the separate process group are exercised on gloo, where they must not change a loss."""
+    expected = train(build_plain(), TrainerConfig())["losses"]
+    for losses in run_ranks(_train_tuned_for_cuda, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def _train_in_bfloat16(rank: int) -> tuple[dict[str, Any], set[torch.dtype]]:
     trainer = TrainerConfig(param_dtype="bfloat16")
     gpt, _ = build_sharded(trainer)
@@ -117,6 +136,8 @@ def test_bfloat16_computes_roughly_the_same_and_reduces_in_fp32() -> None:
         assert dtypes == {torch.float32}
         assert result["losses"] == pytest.approx(expected["losses"], rel=5e-3)
         assert result["losses"] != expected["losses"]
+        reduced = result["gradients"]["lm_head.weight"]
+        assert not torch.equal(reduced, reduced.bfloat16().float())  # a sum in bfloat16 would fit into bfloat16
         for name, gradient in result["gradients"].items():
             reference = expected["gradients"][name]
             # the key bias has no gradient at all in exact arithmetic; its rounding noise counts against the whole
@@ -124,7 +145,7 @@ def test_bfloat16_computes_roughly_the_same_and_reduces_in_fp32() -> None:
 
 
 def _train_compiled(rank: int) -> tuple[list[float], list[str]]:
-    trainer = TrainerConfig(compile=True, activation_checkpointing=True)
+    trainer = TrainerConfig(compile=True)
     gpt, _ = build_sharded(trainer)
     losses = train(gpt, trainer, rank, dist.get_world_size())["losses"]
     return losses, [name for name, _ in gpt.named_parameters()]
