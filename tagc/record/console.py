@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
+from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 
 from tagc.record.files import explain_write_errors, prepare_run_dir
@@ -28,11 +30,11 @@ def get_console() -> Console:
 
 
 class _DropOnFailure(logging.Handler):
-    """After a failed write (disk full, reader of the pipe gone) the handler leaves: no traceback for every line."""
+    """After a failed write (disk full, reader of the pipe gone) the handler falls silent: no traceback per line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exc_info()[1], OSError):
-            logging.getLogger(LOGGER_NAME).removeHandler(self)
+            self.setLevel(logging.CRITICAL + 1)  # not removed: the logger is walking through its list of handlers
         else:  # a bad message is a fault in the program and stays loud
             super().handleError(record)
 
@@ -63,12 +65,12 @@ def _rank_zero_handlers(run_dir: Path) -> list[logging.Handler]:
     console = get_console()
     if console.is_terminal:
         screen: logging.Handler = RichHandler(
-            console=console, show_path=False, show_time=False, markup=False, highlighter=None
+            console=console, show_path=False, show_time=False, show_level=False, highlighter=NullHighlighter()
         )
         screen.addFilter(_hide_step_lines)
     else:
         screen = _StreamHandler(sys.stdout)
-        screen.setFormatter(_PlainFormatter("%(message)s"))
+    screen.setFormatter(_PlainFormatter("%(message)s"))
     return [file_handler, screen]
 
 
@@ -85,7 +87,8 @@ def close_logging() -> None:
     logger = logging.getLogger(LOGGER_NAME)
     for handler in [handler for handler in logger.handlers if getattr(handler, _OWN, False)]:
         logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # a full disk has been reported by then
+            handler.close()
     logger.propagate = True
 
 

@@ -43,7 +43,8 @@ class StepDisplay:
     def __init__(self, total: int, console_every: int, console: Console) -> None:
         self._total, self._console_every = total, console_every
         self._since_line_ms: list[float] = []
-        self._first, self._unshown = True, None
+        self._first = True
+        self._unshown: dict[str, Any] | None = None
         self._bar: Progress | None = None
         if console.is_terminal:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"))
