@@ -1,0 +1,144 @@
+"""Where a run's numbers come from: code version, library versions, hardware, command line. ``manifest.json``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import socket
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+import tagc
+from tagc.config import Config, to_dict
+from tagc.record.files import write_text_atomic
+from tagc.record.wandb_mirror import resolve_mode
+
+PACKAGES = ("torch", "triton", "numpy", "hydra-core", "tagc")
+SOURCE_DIR = Path(tagc.__file__).resolve().parent
+
+
+def _run_git(*arguments: str) -> str | None:
+    """Output of a git command on the source folder; None when git is absent, refuses or does not know the folder."""
+    # Inside a git hook these point to another repository than the one that holds the source.
+    environment = {k: v for k, v in os.environ.items() if k not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
+    command = ["git", "-C", str(SOURCE_DIR), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def describe_git() -> dict[str, Any]:
+    """``git_commit`` (40 hex digits) and ``git_dirty`` (changed or untracked files) of the source; None: unknown."""
+    # Installed files inside somebody else's repository are not tracked there: that commit would say nothing.
+    tracked = _run_git("ls-files", "--error-unmatch", "__init__.py") is not None
+    commit = _run_git("rev-parse", "HEAD") if tracked else None
+    status = _run_git("status", "--porcelain") if commit else None
+    return {"git_commit": commit, "git_dirty": None if status is None else bool(status)}
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe_versions() -> dict[str, str | None]:
+    """Versions of Python and of the libraries that decide numbers; None for one that is not installed."""
+    return {"python": platform.python_version()} | {name: _installed_version(name) for name in PACKAGES}
+
+
+def _cpu_model() -> str | None:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or None
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not every system has these names
+        return None
+
+
+def describe_hardware() -> dict[str, Any]:
+    """CPU model, cores (and those this process may use), memory in bytes, GPU names, NCCL version."""
+    has_cuda = torch.cuda.is_available()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu_model": _cpu_model(),
+        "cpu_cores": os.cpu_count(),
+        "cpu_cores_usable": usable,
+        "memory_bytes": _memory_bytes(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if has_cuda else [],
+        "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None,
+    }
+
+
+def build_manifest(config: Config, *, kernels: str, device: str, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Everything beside the configuration that a reader needs to judge or repeat a run.
+
+    kernels: the backend in use after ``auto`` was resolved. device: ``cpu`` or ``cuda``, likewise. extra: more keys;
+    they win over those set here (the launcher's ``argv`` is the user's, a rank's is not).
+    """
+    wandb_mode = resolve_mode(config.logging.wandb)
+    manifest = {
+        "started_at": datetime.now().astimezone().isoformat(),
+        "hostname": socket.gethostname(),
+        "argv": list(sys.argv),
+        "seed": config.seed,
+        "kernels": kernels,
+        "device": device,
+        **describe_git(),
+        "versions": describe_versions(),
+        "hardware": describe_hardware(),
+        "wandb_mode": wandb_mode,
+        "wandb_run_id": None if wandb_mode == "disabled" else secrets.token_hex(4),
+    }
+    return manifest | (extra or {})
+
+
+def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Write ``manifest.json`` and return what was written.
+
+    In a folder that holds a manifest already (a resumed run) the W&B run id stays the first one's, and the earlier
+    start times move to ``earlier_starts``. Errors: ``UserError`` when the folder cannot be written.
+    """
+    path = Path(run_dir) / "manifest.json"
+    earlier = _load_manifest(path)
+    if earlier is not None:
+        starts = list(earlier.get("earlier_starts", []))
+        if earlier.get("started_at") not in (None, manifest.get("started_at")):
+            starts.append(earlier["started_at"])
+        kept_id = earlier.get("wandb_run_id") or manifest.get("wandb_run_id")
+        manifest = manifest | {"wandb_run_id": kept_id, "earlier_starts": starts}
+    write_text_atomic(path, json.dumps(manifest, indent=2, default=str) + "\n")
+    return manifest
+
+
+def _load_manifest(path: Path) -> dict[str, Any] | None:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # absent or damaged: there is no id to keep
+        return None
+    return manifest if isinstance(manifest, dict) else None
+
+
+def write_config(run_dir: Path, config: Config) -> None:
+    """Write the resolved configuration as ``config.yaml``. Errors: ``UserError`` when the folder cannot be written."""
+    write_text_atomic(Path(run_dir) / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))

@@ -1,0 +1,80 @@
+"""``metrics.jsonl``: one flat JSON object per optimizer step, the truth about a run.
+
+A non-finite float is written as ``null``: JSON has no NaN, and a reader in any language must be able to load the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tagc.errors import UserError
+from tagc.record.files import explain_write_errors, write_text_atomic
+
+Row = dict[str, Any]
+
+
+def clean_row(row: Row) -> Row:
+    """The row as it is stored: plain scalars, with ``None`` in place of NaN and infinities.
+
+    Errors: ``TypeError`` naming the key when ``step`` is not an int or a value is not int, float, str, bool or None.
+    """
+    step = row.get("step")
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise TypeError(f"a metrics row needs an int `step`, got {step!r}")
+    for key, value in row.items():
+        if not isinstance(key, str) or not isinstance(value, int | float | str | bool | None):
+            raise TypeError(f"metrics row {key!r} holds a {type(value).__name__}; use int, float, str, bool or None")
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+
+
+class MetricsFile:
+    """Appends rows to ``metrics.jsonl``; every row has reached the operating system when :meth:`append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with explain_write_errors(path.parent):
+            # Unbuffered: a failed write leaves nothing behind that close() would try to write again.
+            self._file = path.open("ab", buffering=0)
+
+    def append(self, row: Row) -> None:
+        """Write one cleaned row. Errors: ``UserError`` naming the folder when it cannot be written (disk full)."""
+        data = (json.dumps(row, allow_nan=False) + "\n").encode()
+        with explain_write_errors(self.path.parent):
+            while data:  # a nearly full disk may take only part of a write
+                data = data[self._file.write(data) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def load_rows(path: Path) -> list[Row]:
+    """Read ``metrics.jsonl``. A torn last line (the run was killed while it wrote) is left out.
+
+    Errors: ``UserError`` naming file and line for a missing file or any other line that is not one JSON object.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); name the folder of a recorded run") from error
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            # The piece after the last newline is empty in a whole file and a torn row in an interrupted one.
+            if number == len(lines):
+                break
+            raise UserError(f"{path}, line {number}: not JSON ({error}); repair or remove the line") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: holds {row!r}, not one JSON object; repair or remove the line")
+        rows.append(row)
+    return rows
+
+
+def rewrite_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Replace the file by these rows, at once. Errors: ``UserError`` naming the folder."""
+    write_text_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))

@@ -1,0 +1,105 @@
+"""From the rows of a run to its headline numbers. Pure: no file is read or written but by :func:`load_summary`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tagc.config import Config
+from tagc.errors import UserError
+
+TIME_KEYS = ("compute_ms", "encode_ms", "exchange_ms", "decode_ms", "pace_ms")
+BYTE_KEYS = (
+    "wire_bytes",
+    "grad_wire_bytes",
+    "value_wire_bytes",
+    "index_wire_bytes",
+    "return_wire_bytes",
+    "param_wire_bytes",
+)
+MEAN_KEYS = ("achieved_sparsity", "union_density", "peeled_frac", "fidelity_cosine", "fidelity_rel_error")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [row[key] for row in rows if _is_number(row.get(key))]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return float(np.percentile(values, percent)) if values else None
+
+
+def _mean_of_last_losses(rows: Sequence[dict[str, Any]], count: int = 10) -> float | None:
+    """Mean training loss of the last rows; None when one of them diverged, so that a NaN is not averaged away."""
+    losses = [row["train_loss"] for row in rows[-count:] if "train_loss" in row]
+    return _mean(losses) if losses and all(_is_number(loss) for loss in losses) else None
+
+
+def _tokens_per_s(timed: Sequence[dict[str, Any]]) -> float | None:
+    tokens, iteration_ms = _percentile(_numbers(timed, "tokens"), 50), _percentile(_numbers(timed, "iteration_ms"), 50)
+    return 1e3 * tokens / iteration_ms if tokens is not None and iteration_ms else None
+
+
+def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
+    """The numbers of ``summary.json`` without ``status``.
+
+    The first ``trainer.timing_warmup_steps`` rows are left out of every time, byte count and share; ``timed_steps``
+    says how many rows are left. Times are medians over those (``iteration_ms`` with the 20th and 80th percentile too),
+    bytes and shares are means over those that have the key. ``tokens_per_s`` is median tokens over median iteration
+    time. ``train_loss`` is the last row's, ``train_loss_last10`` the mean of the last ten, ``val_loss`` the last one
+    measured. What no row holds is ``None``.
+
+    Example: three rows of 10, 20 and 30 ms after the warm-up give a median of 20, _p20 of 14 and _p80 of 26.
+    """
+    timed = rows[config.trainer.timing_warmup_steps :]
+    iteration_ms = _numbers(timed, "iteration_ms")
+    val_losses = _numbers(rows, "val_loss")
+    last_loss = rows[-1].get("train_loss") if rows else None
+    summary: dict[str, Any] = {
+        "compressor": config.compressor.name,
+        "bandwidth": config.bandwidth.name,
+        "ranks": config.cluster.ranks,
+        "model": config.model.name,
+        "seed": config.seed,
+        "steps": len(rows),
+        "timed_steps": len(timed),
+        "iteration_ms_median": _percentile(iteration_ms, 50),
+        "iteration_ms_p20": _percentile(iteration_ms, 20),
+        "iteration_ms_p80": _percentile(iteration_ms, 80),
+    }
+    summary |= {f"{key}_median": _percentile(_numbers(timed, key), 50) for key in TIME_KEYS}
+    summary["tokens_per_s"] = _tokens_per_s(timed)
+    summary |= {f"{key}_per_step": _mean(_numbers(timed, key)) for key in BYTE_KEYS}
+    summary |= {
+        "train_loss": last_loss if _is_number(last_loss) else None,
+        "train_loss_last10": _mean_of_last_losses(rows),
+        "val_loss": val_losses[-1] if val_losses else None,
+    }
+    return summary | {key: _mean(_numbers(timed, key)) for key in MEAN_KEYS}
+
+
+def load_summary(run_dir: Path) -> dict[str, Any]:
+    """``summary.json`` of a run folder, with the folder itself as ``run_dir`` (for :func:`tagc.record.print_table`).
+
+    Errors: ``UserError`` naming the file when it is missing (the run did not end) or damaged.
+    """
+    path = Path(run_dir) / "summary.json"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): the run did not end; see log.txt there") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); run again, or rebuild it from metrics.jsonl") from error
+    return {**summary, "run_dir": str(run_dir)}
