@@ -260,7 +260,8 @@ class GradientSync:
         if not bad_RP.any():
             return
         names = [name for bucket in self.buckets for name, _ in bucket.parameters]
-        bad = [names[i] for i in bad_RP.any(0).nonzero().flatten().tolist()]
+        # Backward spreads a NaN from the loss towards the input: the parameter nearest to the loss comes first.
+        bad = [names[i] for i in reversed(bad_RP.any(0).nonzero().flatten().tolist())]
         ranks = bad_RP.any(1).nonzero().flatten().tolist()
         raise UserError(nonfinite_message(self._step, bad, ranks))
 
