@@ -1,7 +1,9 @@
 """Partitioned hash rows over ``row x lane``.
 
 An element's position ``i`` is row ``i // L``, lane ``i % L``. Only the row is hashed, so every access is a contiguous
-vector of L lanes, and every lane is a peeling problem of its own. Each of the three hash rows has its own cells
+vector of L lanes, and every lane is a peeling problem of its own. L is a prime that divides no common model width:
+some columns of a gradient matrix are much larger than others, and with a power of two each column would stay in one
+lane and overload it; so every column passes through all lanes. Each of the three hash rows has its own cells
 ("partitioned"), so two picks of one element can never coincide. Within a hash row the rows are dealt to the cells
 evenly in pseudo-random order, so every cell holds floor(R/C) or ceil(R/C) rows and the inverse map is a rectangular
 table: a sketch is a sum of K gathers, without atomics, in a fixed order.
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 HASH_ROWS = 3
-MAX_LANES = 256
+LANES = (1, 7, 13, 31, 61, 127, 251)
 # Fewer cells per independent peeling problem leave stuck elements at loads that an infinite problem would peel.
 MIN_CELLS_PER_LANE = 6144
 
@@ -57,19 +59,17 @@ class SketchLayout:
 def plan_layout(numel: int, ratio: float) -> SketchLayout:
     """Choose lanes and cells for ``numel`` elements at ``ratio`` elements per cell.
 
-    As many lanes as leave MIN_CELLS_PER_LANE cells in each, a power of two up to MAX_LANES. Errors: ``ValueError``
+    As many lanes (of LANES) as leave MIN_CELLS_PER_LANE cells in each. Errors: ``ValueError``
     for an empty shard, a ratio that is not positive, or more elements than an int32 can count.
 
     >>> plan_layout(100_000, 2.0)
-    SketchLayout(numel=100000, lanes=8, rows=12500, cells=2084)
+    SketchLayout(numel=100000, lanes=7, rows=14286, cells=2381)
     """
     if numel < 1 or not ratio > 0:
         raise ValueError(f"a sketch needs at least one element and a ratio > 0, got {numel} elements, ratio {ratio}")
     if numel > torch.iinfo(torch.int32).max:
         raise ValueError(f"{numel} elements in one shard are more than an int32 can count; shard over more ranks")
-    lanes = 1
-    while lanes < MAX_LANES and numel / ratio >= 2 * lanes * MIN_CELLS_PER_LANE:
-        lanes *= 2
+    lanes = max(count for count in LANES if count == 1 or numel / ratio >= count * MIN_CELLS_PER_LANE)
     rows = -(-numel // lanes)
     cells = max(1, math.ceil(rows / (HASH_ROWS * ratio)))
     return SketchLayout(numel, lanes, rows, cells)

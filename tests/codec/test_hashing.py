@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tagc.codec.hashing import HASH_ROWS, MAX_LANES, MIN_CELLS_PER_LANE, build_hash_table, mix64, plan_layout
+from tagc.codec.hashing import HASH_ROWS, LANES, MIN_CELLS_PER_LANE, build_hash_table, mix64, plan_layout
 
 CPU = torch.device("cpu")
 
@@ -50,8 +50,16 @@ def test_layout_has_room_for_every_element_at_the_ratio(numel, ratio):
     layout = plan_layout(numel, ratio)
     assert layout.rows * layout.lanes >= numel > (layout.rows - 1) * layout.lanes
     assert layout.sketch_numel * ratio >= numel
-    assert layout.lanes <= MAX_LANES
+    assert layout.lanes in LANES
     assert layout.lanes == 1 or HASH_ROWS * layout.cells >= MIN_CELLS_PER_LANE
+
+
+@pytest.mark.parametrize("width", [192, 768, 1024, 1280, 1600, 2304, 3072, 4096, 5120, 8192])
+def test_every_column_of_a_matrix_passes_through_all_lanes(width):
+    """Some columns of a gradient are much larger than others; kept in one lane they would overload it."""
+    for lanes in LANES:
+        column = torch.arange(lanes) * width + 5
+        assert (column % lanes).unique().numel() == lanes
 
 
 @pytest.mark.parametrize("numel, ratio", [(0, 2.0), (5, 0.0), (5, -1.0), (5, float("nan")), (2**31, 2.0)])
