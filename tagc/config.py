@@ -99,9 +99,9 @@ class TrainerConfig:
     max_steps: int = 120  # optimizer steps, >= 1
     global_batch: int = 24  # sequences per optimizer step over all ranks; a multiple of ranks * micro_batch
     micro_batch: int | None = None  # sequences per rank and forward pass; None: global_batch / ranks
-    learning_rate: float = 3e-3  # AdamW peak, > 0
+    learning_rate: float = 2e-3  # AdamW peak, > 0; tuned on nano, large models need less (GPT-2 124M: 6e-4)
     min_learning_rate_frac: float = 0.1  # the cosine ends at this share of the peak, in [0, 1]
-    warmup_steps: int = 10  # linear learning-rate warm-up, >= 0
+    warmup_steps: int = 20  # linear learning-rate warm-up, >= 0
     weight_decay: float = 0.1  # on matrices only, >= 0
     beta1: float = 0.9  # in [0, 1)
     beta2: float = 0.95  # in [0, 1)
