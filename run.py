@@ -17,9 +17,7 @@ from tagc import cli
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(composed: DictConfig) -> None:
     """One run; Hydra calls this once per job."""
-    config = cli.to_config(composed)
-    summary = cli.launch_in_hydra_folder(config)
-    cli.show_table([summary])
+    cli.launch_job(cli.to_config(composed))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich.console import Console
 
 from tagc.cli_errors import check_keys, explain
 from tagc.config import Config, from_omegaconf
 from tagc.launch import RunInterrupted, launch, write_failed_summary
-from tagc.table import build_table
 
 CONF_DIR = Path(__file__).parent.parent / "conf"
-_PIPE_WIDTH = 200  # columns of the table where there is no terminal to fit into
 
 
 def register_schema() -> None:
@@ -40,15 +37,16 @@ def to_config(composed: DictConfig) -> Config:
     return from_omegaconf(composed)
 
 
-def launch_in_hydra_folder(config: Config) -> dict[str, Any]:
-    """Run ``config`` in the folder that Hydra made for this job; returns the run's summary."""
-    return launch(config, Path(HydraConfig.get().runtime.output_dir))
+def launch_job(config: Config) -> None:
+    """Run ``config`` in the folder that Hydra made for this job, and print the run's table."""
+    summary = launch(config, Path(HydraConfig.get().runtime.output_dir))
+    _print_table([summary])
 
 
-def show_table(summaries: Sequence[dict[str, Any]]) -> None:
-    """Write the final table to standard output."""
-    console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
-    console.print(build_table(summaries))
+def _print_table(summaries: list[dict[str, Any]]) -> None:
+    from tagc.record import print_table  # brings torch; see tagc/launch.py
+
+    print_table(summaries)
 
 
 def _explain(error: Exception) -> str | None:
@@ -96,8 +94,7 @@ class JobReport(Callback):
             return
         found = [(path.stat().st_mtime, path) for path in cls.sweep_dir.rglob("summary.json")]
         recent = [path for modified_s, path in sorted(found) if modified_s >= cls.started_s]
-        if recent:
-            show_table([json.loads(path.read_text()) for path in recent])
+        _print_table([{**json.loads(path.read_text()), "run_dir": str(path.parent)} for path in recent])
 
 
 def run(main: Callable[[], None]) -> int:

@@ -2,6 +2,7 @@
 
 The launcher prepares the data once, decides the run folder, starts ``cluster.ranks`` processes through torch elastic
 (the engine behind torchrun) and turns whatever goes wrong into one readable error. It never trains itself.
+The parts below are imported when a run starts: they bring torch, and help, completion and bad input need not wait.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
         try:
             resolve_device(config.cluster.device, config.cluster.ranks)
             from tagc.data import prepare
+            from tagc.record import load_summary
 
             _run_ranks(config, prepare(config.data), run_dir, worker)
             if not summary_path.exists():
                 raise RankFailure(f"all ranks ended without an error, but rank 0 wrote no {summary_path}")
-            return json.loads(summary_path.read_text())
+            return load_summary(run_dir)
         except KeyboardInterrupt:
             write_failed_summary(run_dir, "interrupted", "SIGINT", _identity(config))
             raise RunInterrupted(signal.SIGINT) from None
@@ -89,6 +91,8 @@ def _identity(config: Config) -> dict[str, Any]:
 
 def write_failed_summary(run_dir: Path, status: str, error: str, identity: dict[str, Any]) -> None:
     """Leave a ``summary.json`` that says how the run ended; keeps what rank 0 has already written there."""
+    from tagc.record.files import write_text_atomic
+
     path = run_dir / "summary.json"
     try:
         written = json.loads(path.read_text())
@@ -96,24 +100,16 @@ def write_failed_summary(run_dir: Path, status: str, error: str, identity: dict[
         written = {}
     if written.get("status") in ("failed", "interrupted"):
         return
-    temporary = path.with_suffix(".json.tmp")
-    temporary.write_text(json.dumps({**identity, **written, "status": status, "error": error}, indent=2) + "\n")
-    temporary.replace(path)
+    write_text_atomic(path, json.dumps({**identity, **written, "status": status, "error": error}, indent=2) + "\n")
 
 
 @contextlib.contextmanager
 def _claim_folder(run_dir: Path) -> Iterator[None]:
     """Create the run folder, check that it can be written, and hold it against a second run at the same time."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
-            pass
-        handle = os.open(run_dir, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(
-            f"the run folder {run_dir} cannot be written ({error.strerror}); "
-            "set hydra.run.dir (in a sweep hydra.sweep.dir) to a folder that can"
-        ) from error
+    from tagc.record.files import prepare_run_dir
+
+    prepare_run_dir(run_dir)
+    handle = os.open(run_dir, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -72,7 +72,7 @@ def test_ranks_meet_and_the_summary_comes_back(tmp_path: Path) -> None:
     environment = dict(os.environ)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     summary = launch(config, tmp_path / "new" / "run", workers.sum_ranks)
-    assert summary == {"status": "completed", "total": 3.0, "data": "prepared pystdlib", "threads": 3}
+    assert summary == {"status": "done", "total": 3.0, "data": "prepared pystdlib", "threads": 3}
     assert dict(os.environ) == environment
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
@@ -115,7 +115,7 @@ def test_a_rank_that_leaves_early_is_named_with_its_exit_code(tmp_path: Path) ->
 
 
 def test_an_old_summary_does_not_pass_for_a_new_one(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text('{"status": "completed"}')
+    (tmp_path / "summary.json").write_text('{"status": "done"}')
     config = Config()
     config.cluster.ranks = 1
     with pytest.raises(RankFailure, match=r"wrote no .*summary\.json"):

@@ -36,7 +36,7 @@ def sum_ranks(config: Config, data: Any, run_dir: str) -> None:
     total = torch.tensor([float(_rank() + 1)])
     dist.all_reduce(total)
     if _rank() == 0:
-        summary = {"status": "completed", "total": total.item(), "data": data, "threads": torch.get_num_threads()}
+        summary = {"status": "done", "total": total.item(), "data": data, "threads": torch.get_num_threads()}
         Path(run_dir, "summary.json").write_text(json.dumps(summary))
     dist.destroy_process_group()
 
