@@ -106,21 +106,25 @@ def run(main: Callable[[], None]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets exceptions through instead of printing and exiting itself
     try:
         main()
+        return 0
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except RunInterrupted as stop:
-        return _say(f"interrupted by {stop.signal_name}; the ranks have ended", int(stop.code))
-    except (_JobFailed, Exception) as raised:
-        error = raised.error if isinstance(raised, _JobFailed) else raised
-        message = _explain(error)
-        if JobReport.failed_jobs:
-            message = f"{JobReport.failed_jobs} job(s) of the sweep failed, see above"
-        if full_error or message is None:
-            raise error from None
-        return _say(f"error: {message}", 1)
+        return _say(f"interrupted by {stop.signal.name}; the ranks have ended", 128 + stop.signal)
+    except _JobFailed as failed:
+        error = failed.error
+    except Exception as other:
+        error = other
     finally:
+        if not full_error:
+            del os.environ["HYDRA_FULL_ERROR"]
         JobReport.show()
-    return 0
+    message = _explain(error)
+    if JobReport.failed_jobs:
+        message = f"{JobReport.failed_jobs} job(s) of the sweep failed, see above"
+    if full_error or message is None:
+        raise error
+    return _say(f"error: {message}", 1)
 
 
 def _say(message: str, exit_code: int) -> int:

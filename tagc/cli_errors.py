@@ -41,8 +41,8 @@ def check_keys(composed: DictConfig) -> None:
     legal = set(legal_keys())
 
     def walk(node: DictConfig, prefix: str) -> None:
-        for name in node:
-            key = f"{prefix}{name}"
+        for name in map(str, node):
+            key = prefix + name
             if key not in legal:
                 raise UserError(unknown_key(key))
             child = node._get_node(name)

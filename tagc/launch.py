@@ -41,7 +41,7 @@ class RunInterrupted(SystemExit):
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
-        self.signal_name = signal.Signals(signum).name
+        self.signal = signal.Signals(signum)
 
 
 def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
             write_failed_summary(run_dir, "interrupted", "SIGINT", _identity(config))
             raise RunInterrupted(signal.SIGINT) from None
         except RunInterrupted as stop:
-            write_failed_summary(run_dir, "interrupted", stop.signal_name, _identity(config))
+            write_failed_summary(run_dir, "interrupted", stop.signal.name, _identity(config))
             raise
         except Exception as error:
             write_failed_summary(run_dir, "failed", str(error), _identity(config))
@@ -90,7 +90,10 @@ def _identity(config: Config) -> dict[str, Any]:
 
 
 def write_failed_summary(run_dir: Path, status: str, error: str, identity: dict[str, Any]) -> None:
-    """Leave a ``summary.json`` that says how the run ended; keeps what rank 0 has already written there."""
+    """Leave a ``summary.json`` that says how the run ended.
+
+    Keeps the numbers that rank 0 has written, not its view of the error: it may know only that a peer is gone.
+    """
     from tagc.record.files import write_text_atomic
 
     path = run_dir / "summary.json"
@@ -98,8 +101,6 @@ def write_failed_summary(run_dir: Path, status: str, error: str, identity: dict[
         written = json.loads(path.read_text())
     except (OSError, ValueError):
         written = {}
-    if written.get("status") in ("failed", "interrupted"):
-        return
     write_text_atomic(path, json.dumps({**identity, **written, "status": status, "error": error}, indent=2) + "\n")
 
 
@@ -240,7 +241,9 @@ def _run_rank(worker: Worker | None, config: Config, data: Any, run_dir: str, re
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # MKL caps what the variable asks for
     try:
         if worker is None:
-            from tagc.train.worker import run_worker as worker
+            from tagc.train.worker import run_worker
+
+            worker = run_worker
         worker(config, data, run_dir)
     except Exception as error:
         record_exception(report_dir, int(os.environ["RANK"]), error)

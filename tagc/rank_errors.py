@@ -7,6 +7,7 @@ follower lingers until the agent has seen the rank that died, and the launcher p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -66,9 +67,8 @@ def _read_records(report_dir: str) -> dict[int, dict[str, Any]]:
     """Records by rank, in the order in which they were written."""
     found = {}
     for path in Path(report_dir).glob("rank_*.json"):
-        text = path.read_text()
-        if text.endswith("}"):  # a rank that is ended while it writes leaves a torn record
-            found[int(path.stem.removeprefix("rank_"))] = json.loads(text)
+        with contextlib.suppress(ValueError):  # a rank that is ended while it writes leaves a torn record
+            found[int(path.stem.removeprefix("rank_"))] = json.loads(path.read_text())
     return dict(sorted(found.items(), key=lambda item: item[1]["time_s"]))
 
 

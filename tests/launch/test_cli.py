@@ -33,12 +33,12 @@ def _fake_launch(config: Config, run_dir: Path) -> dict[str, Any]:
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Call run.py in this process; returns exit code, stdout and stderr. Runs go to the temporary folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.setattr(cli, "launch", _fake_launch)
     monkeypatch.setattr(cli.JobReport, "sweep_dir", None)
     monkeypatch.setattr(cli.JobReport, "failed_jobs", 0)
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
         monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
         with pytest.raises(SystemExit) as stop:
             runpy.run_path(str(RUN_PY), run_name="__main__")

@@ -71,8 +71,10 @@ def test_ranks_meet_and_the_summary_comes_back(tmp_path: Path) -> None:
     config.cluster.threads_per_rank = 3
     environment = dict(os.environ)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    summary = launch(config, tmp_path / "new" / "run", workers.sum_ranks)
-    assert summary == {"status": "done", "total": 3.0, "data": "prepared pystdlib", "threads": 3}
+    run_dir = tmp_path / "new" / "run"
+    summary = launch(config, run_dir, workers.sum_ranks)
+    expected = {"status": "done", "total": 3.0, "data": "prepared pystdlib", "threads": 3}
+    assert summary == {**expected, "run_dir": str(run_dir)}
     assert dict(os.environ) == environment
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
