@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,19 @@ def _fake_launch(config: Config, run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def _root_logger() -> Iterator[None]:
+    """Hydra sets up the root logger and leaves it so."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], _root_logger: None
+) -> Command:
     """Call run.py in this process; returns exit code, stdout and stderr. Runs go to the temporary folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
