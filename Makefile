@@ -1,0 +1,43 @@
+# Two commands are enough on a fresh machine: `make run` and `make test`. Both set up .venv first.
+#   make run ARGS="compressor=fsdp bandwidth=1gbps"      override anything of the main job
+#   make test ARGS="tests/codec -k peel"                 run some of the tests
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := run.py tagc tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check fix clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## create .venv and install everything under constraints.txt (a second time: nothing to do)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "tagc needs Python 3.11 or newer; name one: make setup PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: $(STAMP)  ## run the main job: nano GPT, 2 ranks, TAGC-2, built-in data (ARGS=... adds overrides)
+	$(BIN)/python run.py experiment=main $(ARGS)
+
+test: $(STAMP)  ## run the tests (ARGS=... goes to pytest)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## lint, formatting and types; changes nothing
+	$(BIN)/ruff check --no-fix $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+fix: $(STAMP)  ## mend what the linter and the formatter can
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:  ## remove .venv and caches; recorded runs stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

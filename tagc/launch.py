@@ -1,0 +1,253 @@
+"""Start the ranks of one run on this machine and wait for them.
+
+The launcher prepares the data once, decides the run folder, starts ``cluster.ranks`` processes through torch elastic
+(the engine behind torchrun) and turns whatever goes wrong into one readable error. It never trains itself.
+The parts below are imported when a run starts: they bring torch, and help, completion and bad input need not wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tagc.config import Config
+from tagc.device import resolve_device
+from tagc.errors import UserError
+from tagc.rank_errors import RankFailure, find_root_cause, record_exception
+
+Worker = Callable[[Config, Any, str], None]  # (config, data, run folder), runs in every rank
+
+_SHUTDOWN_S = 10  # ranks that ignore SIGTERM for this long are killed
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class RunInterrupted(SystemExit):
+    """The launcher got a signal and has ended its ranks. ``code`` is 128 + the signal, as shells count."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+        self.signal = signal.Signals(signum)
+
+
+def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[str, Any]:
+    """Run ``config`` in ``run_dir`` and return what its rank 0 wrote to ``summary.json``.
+
+    ``worker`` is a module-level function, :func:`tagc.train.worker.run_worker` by default. Must be called from the
+    main thread, because it handles signals. A run that fails leaves a ``summary.json`` with its status and error.
+
+    Errors: ``UserError`` for bad input, also when a rank raised it; :class:`RankFailure` when a rank failed
+    otherwise; :class:`RunInterrupted` on SIGINT, SIGTERM and SIGHUP. No rank outlives this call.
+    """
+    run_dir = run_dir.absolute()
+    with _claim_folder(run_dir), _raise_on_signals():
+        summary_path = run_dir / "summary.json"
+        summary_path.unlink(missing_ok=True)  # an earlier run's summary must not pass for this one's
+        try:
+            resolve_device(config.cluster.device, config.cluster.ranks)
+            from tagc.data import prepare
+            from tagc.record import load_summary
+
+            _run_ranks(config, prepare(config.data), run_dir, worker)
+            if not summary_path.exists():
+                raise RankFailure(f"all ranks ended without an error, but rank 0 wrote no {summary_path}")
+            return load_summary(run_dir)
+        except KeyboardInterrupt:
+            write_failed_summary(run_dir, "interrupted", "SIGINT", _identity(config))
+            raise RunInterrupted(signal.SIGINT) from None
+        except RunInterrupted as stop:
+            write_failed_summary(run_dir, "interrupted", stop.signal.name, _identity(config))
+            raise
+        except Exception as error:
+            write_failed_summary(run_dir, "failed", str(error), _identity(config))
+            raise
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    """The summary's fields that say which run this is."""
+    return {
+        "experiment": config.experiment,
+        "compressor": config.compressor.name,
+        "bandwidth": config.bandwidth.name,
+        "ranks": config.cluster.ranks,
+        "model": config.model.name,
+        "seed": config.seed,
+    }
+
+
+def write_failed_summary(run_dir: Path, status: str, error: str, identity: dict[str, Any]) -> None:
+    """Leave a ``summary.json`` that says how the run ended.
+
+    Keeps the numbers that rank 0 has written, not its view of the error: it may know only that a peer is gone.
+    """
+    from tagc.record.files import write_text_atomic
+
+    path = run_dir / "summary.json"
+    try:
+        written = json.loads(path.read_text())
+    except (OSError, ValueError):
+        written = {}
+    write_text_atomic(path, json.dumps({**identity, **written, "status": status, "error": error}, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _claim_folder(run_dir: Path) -> Iterator[None]:
+    """Create the run folder, check that it can be written, and hold it against a second run at the same time."""
+    from tagc.record.files import prepare_run_dir
+
+    prepare_run_dir(run_dir)
+    handle = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(f"the run folder {run_dir} is in use by another run; set hydra.run.dir to a new one") from None
+    except OSError:
+        pass  # some network file systems have no locks; the default folder names do not collide anyway
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise RunInterrupted(signum)
+
+
+def _signals_to_handle() -> list[signal.Signals]:
+    """SIGTERM and SIGHUP, less those that the caller asked to be ignored (``nohup``)."""
+    return [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def _raise_on_signals() -> Iterator[None]:
+    """Turn signals into exceptions, and restore the handlers afterwards (elastic leaves its own behind)."""
+    saved = {number: signal.getsignal(number) for number in _signals_to_handle()}
+    for number in saved:
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in saved.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _keep_sigint_from_ranks() -> Iterator[None]:
+    """Let Ctrl-C reach the launcher only; it ends the ranks, which would else print one traceback each.
+
+    A terminal sends SIGINT to all processes in the foreground, also to ranks that are still importing. They inherit
+    the signal mask of the thread that starts them, so that thread blocks SIGINT and a helper thread receives it;
+    Python still raises ``KeyboardInterrupt`` in the main thread.
+    """
+    done = threading.Event()
+    threading.Thread(target=done.wait, name="sigint", daemon=True).start()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        done.set()
+
+
+def _threads_per_rank(config: Config) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.cluster.threads_per_rank or max(1, cores // config.cluster.ranks)
+
+
+@contextlib.contextmanager
+def _rank_environment(config: Config) -> Iterator[None]:
+    """Set what the ranks inherit, and put the launcher's environment back afterwards."""
+    saved = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = str(_threads_per_rank(config))
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback:  # gloo would look up the host's name, and warn where that has no address
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+def _run_ranks(config: Config, data: Any, run_dir: Path, worker: Worker | None) -> None:
+    """Start the ranks and wait until all have ended."""
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False  # what they would say about a failed rank is said once, by find_root_cause
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with tempfile.TemporaryDirectory(prefix="tagc_") as report_dir, _rank_environment(config):
+        agent = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=config.cluster.ranks,
+            run_id=uuid.uuid4().hex,
+            role="rank",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # a free port, so that runs at the same time never meet
+            local_addr="localhost",
+            max_restarts=0,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=report_dir),
+            signals_to_handle=",".join(number.name for number in _signals_to_handle()),
+            shutdown_timeout=_SHUTDOWN_S,
+        )
+        try:
+            with _keep_sigint_from_ranks():
+                elastic_launch(agent, _run_rank)(worker, config, data, str(run_dir), report_dir)
+        except SignalException as stop:
+            raise RunInterrupted(stop.sigval) from None
+        except ChildFailedError as failed:
+            rank, failure = failed.get_first_failure()
+            raise find_root_cause(report_dir, rank, failure.exitcode) from None
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel kill this rank when the launcher dies in a way that leaves it no time to do so (Linux).
+
+    The signal comes when the *thread* that started the rank ends; that is the launcher's main thread.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and os.getppid() != launcher.pid:  # it died before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run_rank(worker: Worker | None, config: Config, data: Any, run_dir: str, report_dir: str) -> None:
+    """Entry of every rank process; torch elastic has set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*."""
+    _die_with_launcher()
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # MKL caps what the variable asks for
+    try:
+        if worker is None:
+            from tagc.train.worker import run_worker
+
+            worker = run_worker
+        worker(config, data, run_dir)
+    except Exception as error:
+        record_exception(report_dir, int(os.environ["RANK"]), error)
+        # Tearing down a process group whose peers are gone can abort or hang; the failure is on record, so skip it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,23 @@
+"""``python -m tests.launch.start WORKER RUN_DIR``: launch a worker of :mod:`tests.launch.workers` as run.py would."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import tagc.data
+from tagc import cli
+from tagc.config import Config
+from tagc.launch import launch
+from tests.launch import workers
+
+
+def main() -> None:
+    """What run.py does after Hydra has composed."""
+    summary = launch(Config(), Path(sys.argv[2]), getattr(workers, sys.argv[1]))
+    sys.stdout.write(f"total={summary['total']}\n")
+
+
+if __name__ == "__main__":
+    tagc.data.prepare = lambda config: config.name
+    sys.exit(cli.run(main))

@@ -1,0 +1,170 @@
+"""The command line: what a user can get wrong is one message, and a sweep ends in one table."""
+
+from __future__ import annotations
+
+import json
+import logging
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tagc import cli
+from tagc.config import Config
+from tagc.errors import UserError
+
+RUN_PY = Path(__file__).parents[2] / "run.py"
+Command = Callable[..., tuple[int, str, str]]
+
+
+def _fake_launch(config: Config, run_dir: Path) -> dict[str, Any]:
+    """Stands for the training: fails for the seed 13."""
+    if config.seed == 13:
+        raise UserError("seed=13 is unlucky")
+    summary = {"status": "done", "compressor": config.compressor.name, "iteration_ms_median": 12.5}
+    summary |= {"bandwidth": config.bandwidth.name, "seed": config.seed, "grad_wire_bytes_per_step": 2_500_000}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    return summary
+
+
+@pytest.fixture
+def _root_logger() -> Iterator[None]:
+    """Hydra sets up the root logger and leaves it so."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], _root_logger: None
+) -> Command:
+    """Call run.py in this process; returns exit code, stdout and stderr. Runs go to the temporary folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setattr(cli, "launch", _fake_launch)
+    monkeypatch.setattr(cli.JobReport, "sweep_dir", None)
+    monkeypatch.setattr(cli.JobReport, "failed_jobs", 0)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(RUN_PY), run_name="__main__")
+        return (int(stop.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+BAD_INPUT = [
+    ("compressor.sparsty=0.5", ["unknown key compressor.sparsty", "did you mean compressor.sparsity?"]),
+    ("+compressor.sparsty=0.5", ["unknown key compressor.sparsty", "did you mean compressor.sparsity?"]),
+    ("++trainer.steps=5", ["unknown key trainer.steps", "did you mean trainer.max_steps?"]),
+    ("+bandwidth.zzz=1", ["unknown key bandwidth.zzz", "name, rate_mbps"]),
+    ("+foo=1", ["unknown key foo", "tagc/config.py"]),
+    ("sparsity=0.5", ["unknown key sparsity", "did you mean compressor.sparsity?"]),
+    ("compresor=tagc", ["unknown key compresor", "did you mean compressor?"]),
+    ("compressor=tagc3", ["compressor=tagc3", "Did you mean compressor=tagc", "bf16, fsdp, lhc"]),
+    ("experiment=nothing", ["experiment=nothing", "Choices: ", "main"]),
+    ("+experiment=main", ["experiment=OPTION without a '+'"]),
+    ("bandwidth=10", ["bandwidth=10", "10gbps", "bandwidth.KEY=VALUE"]),
+    ("compressor=null", ["compressor=null", "tagc2"]),
+    ("compressor=fsdp,tagc2", ["compressor=fsdp,tagc2", "add -m"]),
+    ("trainer.max_steps=abc", ["trainer.max_steps=abc", "Integer"]),
+    ("trainer.max_steps=1.5", ["trainer.max_steps=1.5", "Integer"]),
+    ("trainer.max_steps=[1,2", ["trainer.max_steps=[1,2"]),
+    ("compressor.sparsity=1.0", ["compressor.sparsity=1.0", "[0, 1)"]),
+    ("compressor.sparsity=???", ["compressor.sparsity", "missing"]),
+    ("compressor.ratio=0", ["compressor.ratio=0", "(0, 64]"]),
+    ("cluster.ranks=0", ["cluster.ranks=0", ">= 1"]),
+    ("cluster.ranks=${nowhere}", ["cluster.ranks", "nowhere"]),
+    ("model.heads=5", ["model.heads=5", "model.width=192"]),
+    ("seed=13", ["seed=13 is unlucky"]),
+]
+
+
+@pytest.mark.parametrize(("argument", "parts"), BAD_INPUT)
+def test_bad_input_is_one_message_and_a_non_zero_exit(command: Command, argument: str, parts: list[str]) -> None:
+    code, out, err = command(argument)
+    assert code == 1 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert [part for part in parts if part.lower() not in err.lower()] == [], err
+
+
+def test_a_key_in_a_group_file_is_refused_with_the_file(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "extra" / "compressor").mkdir(parents=True)
+    (tmp_path / "extra" / "compressor" / "mine.yaml").write_text("name: tagc\nsparsty: 0.5\n")
+    code, _, err = command("--config-dir", "extra", "compressor=mine")
+    assert code == 1
+    expected = "compressor/mine.yaml: unknown key compressor.sparsty; did you mean compressor.sparsity?\n"
+    assert err == f"error: {expected}"
+
+
+def test_a_file_in_the_way_of_the_run_folder(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    code, _, err = command("hydra.run.dir=file/run")
+    assert code == 1 and "file/run cannot be created" in err and "hydra.run.dir" in err and err.count("\n") == 1
+
+
+def test_one_run_ends_in_its_table_and_its_folder_has_a_readable_name(command: Command, tmp_path: Path) -> None:
+    code, out, err = command("compressor=bf16", "bandwidth=1gbps")
+    assert (code, err) == (0, "")
+    assert "gradient bytes per step" in out and "2.5 MB" in out and "12.5" in out
+    (summary,) = tmp_path.glob("outputs/*/*-bf16-1gbps/summary.json")
+    assert json.loads(summary.read_text())["compressor"] == "bf16"
+    assert not list(tmp_path.rglob("*.log")), "Hydra wrote a log of its own"
+
+
+def _table_rows(out: str) -> list[list[str]]:
+    """The rows of the sweep's table, which start with a number; not the list of folders below it."""
+    lines = [line.split() for line in out.splitlines() if "/" not in line]
+    return [words for words in lines if words and words[0].isdigit()]
+
+
+def test_a_sweep_ends_in_one_row_per_job(command: Command, tmp_path: Path) -> None:
+    code, out, err = command("-m", "compressor=fsdp,tagc2", "bandwidth=1gbps,10gbps", "hydra.sweep.dir=sweep")
+    assert (code, err) == (0, "")
+    names = sorted(path.parent.name for path in (tmp_path / "sweep").glob("*/summary.json"))
+    assert names == ["0-fsdp-1gbps", "1-fsdp-10gbps", "2-tagc2-1gbps", "3-tagc2-10gbps"]
+    rows = [words[:3] for words in _table_rows(out)]
+    assert rows == [
+        ["0", "fsdp", "1gbps"],
+        ["1", "fsdp", "10gbps"],
+        ["2", "tagc2", "1gbps"],
+        ["3", "tagc2", "10gbps"],
+    ]
+
+
+def test_a_failed_job_fails_the_sweep_but_not_the_other_jobs(command: Command) -> None:
+    code, out, err = command("-m", "seed=1,13,2", "hydra.sweep.dir=sweep")
+    assert code == 1
+    assert "error in job 1 (seed=13): seed=13 is unlucky" in err
+    assert err.endswith("error: 1 job(s) of the sweep failed, see above\n") and "Traceback" not in err
+    rows = [words[:2] for words in _table_rows(out)]
+    assert rows == [["0", "done"], ["1", "failed"], ["2", "done"]]
+
+
+def test_a_sweep_with_an_impossible_job_does_not_start(command: Command, tmp_path: Path) -> None:
+    code, _, err = command("-m", "compressor=fsdp,nothing")
+    assert code == 1 and err.startswith("error: compressor=nothing: there is no such option")
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: Config, run_dir: Path) -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "launch", fail)
+    with pytest.raises(ZeroDivisionError):
+        command()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"], ["--version"]])
+def test_hydras_own_options_work(command: Command, arguments: list[str]) -> None:
+    code, out, _ = command(*arguments)
+    assert code == 0
+    assert {"--help": "compressor: ", "--cfg": "sparsity: 0.8", "--version": "Hydra"}[arguments[0]] in out

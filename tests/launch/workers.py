@@ -1,0 +1,85 @@
+"""What the ranks run in the launcher's tests, in place of training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tagc.config import Config
+from tagc.errors import UserError
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _note_start(run_dir: str) -> None:
+    """Tell the test that this rank runs, and its pid."""
+    Path(run_dir, f"started_{_rank()}").write_text(str(os.getpid()))
+
+
+def _wait_for_all_ranks() -> None:
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+
+
+def sum_ranks(config: Config, data: Any, run_dir: str) -> None:
+    """Succeed: one all-reduce, and a summary from rank 0."""
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(_rank() + 1)])
+    dist.all_reduce(total)
+    if _rank() == 0:
+        summary = {"status": "done", "total": total.item(), "data": data, "threads": torch.get_num_threads()}
+        Path(run_dir, "summary.json").write_text(json.dumps(summary))
+    dist.destroy_process_group()
+
+
+def write_nothing(config: Config, data: Any, run_dir: str) -> None:
+    """Succeed without a summary."""
+
+
+def raise_in_rank_1(config: Config, data: Any, run_dir: str) -> None:
+    """Rank 1 raises; the others wait for it in a collective."""
+    _wait_for_all_ranks()
+    if _rank() == 1:
+        raise ArithmeticError("the planted fault")
+    dist.all_reduce(torch.ones(1))
+
+
+def blame_user_in_rank_1(config: Config, data: Any, run_dir: str) -> None:
+    """Rank 1 finds bad input."""
+    _wait_for_all_ranks()
+    if _rank() == 1:
+        raise UserError("data.path=/nowhere is missing; prepare it")
+    dist.all_reduce(torch.ones(1))
+
+
+def kill_rank_1(config: Config, data: Any, run_dir: str) -> None:
+    """Rank 1 is killed; the others wait for it in a collective."""
+    _wait_for_all_ranks()
+    if _rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def exit_rank_1(config: Config, data: Any, run_dir: str) -> None:
+    """Rank 1 leaves without an exception."""
+    if _rank() == 1:
+        os._exit(7)
+    time.sleep(600)
+
+
+def hang(config: Config, data: Any, run_dir: str) -> None:
+    """Wait in a collective that rank 0 never joins."""
+    _wait_for_all_ranks()
+    _note_start(run_dir)
+    if _rank() == 0:
+        time.sleep(600)
+    dist.all_reduce(torch.ones(1))

@@ -1,0 +1,55 @@
+"""Every file in conf/ composes and validates, and is named after what it sets."""
+
+from __future__ import annotations
+
+import pytest
+
+from tagc.cli import CONF_DIR
+from tagc.config import COMPRESSORS, Config
+from tests.policy.compose import compose_config
+
+OPTIONS = sorted((path.parent.name, path.stem) for path in CONF_DIR.glob("*/*.yaml"))
+
+
+def test_every_section_of_the_schema_has_a_group_and_the_reverse() -> None:
+    groups = {group for group, _ in OPTIONS}
+    assert groups == {
+        "model",
+        "data",
+        "compressor",
+        "bandwidth",
+        "network",
+        "cluster",
+        "trainer",
+        "logging",
+        "experiment",
+    }
+    assert sorted(path.stem for path in (CONF_DIR / "compressor").glob("*.yaml")) == sorted(COMPRESSORS)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_an_option_composes_validates_and_carries_its_name(group: str, option: str) -> None:
+    config = compose_config([f"{group}={option}"])
+    if group == "experiment":
+        assert config.experiment == option
+    elif hasattr(getattr(config, group), "name"):
+        assert getattr(config, group).name == option
+
+
+def test_without_overrides_the_schemas_defaults_are_run() -> None:
+    assert compose_config([]) == Config()
+
+
+def test_the_main_job_is_what_the_first_command_promises() -> None:
+    config = compose_config(["experiment=main"])
+    assert (config.compressor.name, config.cluster.ranks, config.model.name) == ("tagc2", 2, "nano")
+    assert (config.data.name, config.trainer.max_steps) == ("pystdlib", 120)
+    assert config.bandwidth.rate_mbps == 10_000 and config.network.time_dilation == 100
+    assert compose_config(["experiment=main", "compressor=fsdp", "trainer.max_steps=5"]).trainer.max_steps == 5
+
+
+@pytest.mark.parametrize("preset", [option for group, option in OPTIONS if group == "bandwidth"])
+def test_a_preset_has_the_rate_of_its_name(preset: str) -> None:
+    unit = {"mbps": 1, "gbps": 1000}.get(preset[-4:])
+    expected = None if preset == "unlimited" else int(preset[:-4]) * unit
+    assert compose_config([f"bandwidth={preset}"]).bandwidth.rate_mbps == expected

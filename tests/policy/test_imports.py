@@ -1,0 +1,68 @@
+"""Imports point one way: train -> comm -> compressors -> kernels -> codec."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.policy.sources import MODULES, imported_modules, imports_of, module_name, part_of
+
+CHAIN = ["codec", "kernels", "compressors", "comm", "train"]  # each may import those before it
+SIDE = ["model", "data", "network", "record"]  # know nothing of train
+GLUE = ["launch", "cli", "cli_errors", "rank_errors"]  # between run.py and the parts; nobody imports them
+KNOWS_HYDRA = ["tagc.config", "tagc.cli", "tagc.cli_errors"]
+
+
+def forbidden_parts(part: str) -> set[str]:
+    """The parts of tagc that ``part`` must not import."""
+    if part in GLUE:
+        return set()
+    above = CHAIN[CHAIN.index(part) + 1 :] if part in CHAIN else ["train"] if part in SIDE else []
+    if part == "codec":
+        return set(CHAIN[1:] + SIDE + GLUE + ["config", "errors", "device"])
+    return set(above + GLUE)
+
+
+def violations(imports: set[str], part: str) -> set[str]:
+    """Those of ``imports`` that ``part`` must not have."""
+    forbidden = forbidden_parts(part)
+    return {name for name in imports if name.split(".")[0] == "tagc" and part_of(name) in forbidden}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_no_module_imports_a_part_above_it(path: Path) -> None:
+    assert violations(imports_of(path), part_of(module_name(path))) == set()
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if part_of(module_name(p)) == "codec"], ids=module_name)
+def test_codec_imports_only_torch_and_the_standard_library(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imports_of(path)}
+    assert roots - set(sys.stdlib_module_names) - {"torch", "tagc"} == set()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_nothing_below_the_command_line_knows_hydra(path: Path) -> None:
+    if module_name(path) not in KNOWS_HYDRA:
+        assert not {"omegaconf", "hydra"} & {name.split(".")[0] for name in imports_of(path)}
+
+
+def test_every_part_has_its_rule() -> None:
+    parts = {part_of(module_name(path)) for path in MODULES}
+    assert parts - {""} <= {*CHAIN, *SIDE, *GLUE, "config", "errors", "device"}
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("codec", "from tagc.errors import UserError"),
+        ("codec", "from ..kernels import pick"),
+        ("kernels", "def late():\n    import tagc.compressors.tagc"),
+        ("comm", "from tagc import train"),
+        ("data", "from tagc.train.loop import step"),
+        ("train", "from tagc.launch import launch"),
+    ],
+)
+def test_the_rules_catch_a_wrong_import(part: str, source: str) -> None:
+    assert violations(imported_modules(source, f"tagc.{part}.module"), part)

@@ -1,0 +1,66 @@
+"""The README's commands exist: make targets are there, every run.py command composes. Nothing is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from itertools import chain
+
+import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from tests.policy.compose import compose_config
+from tests.policy.sources import ROOT
+
+README = ROOT / "README.md"
+
+
+def find_commands(markdown: str) -> list[list[str]]:
+    """The ``make`` and ``python run.py`` commands in fenced blocks, split as a shell would."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
+    lines = chain.from_iterable(block.replace("\\\n", " ").splitlines() for block in blocks)
+    words = (shlex.split(line.strip().removeprefix("$ "), comments=True) for line in lines)
+    return [w for w in words if w[:1] == ["make"] or w[:2] == ["python", "run.py"]]
+
+
+def compose_command(arguments: list[str]) -> int:
+    """Compose every job of ``python run.py ARGUMENTS``; returns how many there are."""
+    overrides = [word for word in arguments if not word.startswith("-")]
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    jobs = list(chain.from_iterable(BasicSweeper.split_arguments(parsed, None)))
+    assert len(jobs) == 1 or {"-m", "--multirun"} & set(arguments), "several values without -m"
+    for job in jobs:
+        compose_config(override for override in job if not override.startswith("hydra."))
+    return len(jobs)
+
+
+def _commands(program: str) -> list[list[str]]:
+    return [c for c in find_commands(README.read_text()) if c[0] == program] if README.exists() else []
+
+
+def test_the_readme_shows_both_first_commands_and_a_run() -> None:
+    commands = find_commands(README.read_text())
+    assert ["make", "run"] in commands and ["make", "test"] in commands
+    assert any(command[0] == "python" for command in commands)
+
+
+@pytest.mark.parametrize("command", _commands("make"), ids=shlex.join)
+def test_make_targets_exist(command: list[str]) -> None:
+    done = subprocess.run(["make", "-n", *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", _commands("python"), ids=shlex.join)
+def test_run_commands_compose(command: list[str]) -> None:
+    assert compose_command(command[2:]) >= 1
+
+
+def test_commands_are_found_and_a_sweep_is_expanded() -> None:
+    text = "```bash\nmake run  # all\npython run.py -m \\\n  compressor=fsdp,tagc2 seed=0,1\nls\n```\nmake nothing\n"
+    commands = find_commands(text)
+    assert commands == [["make", "run"], ["python", "run.py", "-m", "compressor=fsdp,tagc2", "seed=0,1"]]
+    assert compose_command(commands[1][2:]) == 4
+    with pytest.raises(AssertionError, match="without -m"):
+        compose_command(["seed=0,1"])
