@@ -29,6 +29,7 @@ class ModelConfig:
     width: int = 192  # embedding width, a multiple of heads
     heads: int = 6  # attention heads, >= 1
     context: int = 128  # tokens per sequence, >= 1
+    bias: bool = True  # biases in linear and norm layers, as GPT-2 has them (the papers' runs do not)
     tie_weights: bool = False  # share the token embedding with the LM head (the papers' runs do not)
     dropout: float = 0.0  # probability in [0, 1)
 
@@ -96,7 +97,7 @@ class ClusterConfig:
 class TrainerConfig:
     """Optimisation and the training loop."""
 
-    max_steps: int = 120  # optimizer steps, >= 1
+    max_steps: int = 100  # optimizer steps, >= 1
     global_batch: int = 24  # sequences per optimizer step over all ranks; a multiple of ranks * micro_batch
     micro_batch: int | None = None  # sequences per rank and forward pass; None: global_batch / ranks
     learning_rate: float = 2e-3  # AdamW peak, > 0; tuned on nano, large models need less (GPT-2 124M: 6e-4)
@@ -119,9 +120,9 @@ class LoggingConfig:
     """What is recorded beside metrics.jsonl."""
 
     wandb: str = "auto"  # auto (online if WANDB_API_KEY is set, else offline) | online | offline | disabled
-    wandb_project: str = "tagc"
+    wandb_project: str = "tagc"  # W&B project
     wandb_group: str | None = None  # None: the experiment's name
-    wandb_tags: list[str] = field(default_factory=list)
+    wandb_tags: list[str] = field(default_factory=list)  # W&B tags
     fidelity_every: int = 0  # every so many steps compare the decoded gradient with the dense mean; 0: never
     console_every: int = 10  # steps between lines when the output is not a terminal, >= 1
 

@@ -1,7 +1,7 @@
 """A GPT-2 decoder, in reading order: attention, MLP, block, model.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019): pre-norm blocks, learned positions, GELU
-with the tanh approximation, biases in every linear layer except the LM head.
+with the tanh approximation, biases by configuration except in the LM head.
 
 Shape letters: B sequences, T tokens per sequence (at most ``config.context``), C width, H heads, D = C / H,
 V vocabulary.
@@ -24,8 +24,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.proj = nn.Linear(config.width, config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
+        self.proj = nn.Linear(config.width, config.width, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = (
@@ -42,8 +42,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.fc = nn.Linear(config.width, 4 * config.width)
-        self.proj = nn.Linear(4 * config.width, config.width)
+        self.fc = nn.Linear(config.width, 4 * config.width, bias=config.bias)
+        self.proj = nn.Linear(4 * config.width, config.width, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         hidden_BTC4 = F.gelu(self.fc(x_BTC), approximate="tanh")
@@ -55,9 +55,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.width)
+        self.ln_1 = nn.LayerNorm(config.width, bias=config.bias)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.width)
+        self.ln_2 = nn.LayerNorm(config.width, bias=config.bias)
         self.mlp = MLP(config)
         # Recomputing in here rather than in a wrapper module leaves every parameter's name as it is.
         self.recompute_activations = False
@@ -86,7 +86,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(vocab_size, config.width)
         self.wpe = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.ln_f = nn.LayerNorm(config.width)
+        self.ln_f = nn.LayerNorm(config.width, bias=config.bias)
         self.lm_head = nn.Linear(config.width, vocab_size, bias=False)
         self.tie_weights()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+import yaml
 
 import tagc
 from tagc.config import Config, to_dict
@@ -141,4 +141,4 @@ def _load_manifest(path: Path) -> dict[str, Any] | None:
 
 def write_config(run_dir: Path, config: Config) -> None:
     """Write the resolved configuration as ``config.yaml``. Errors: ``UserError`` when the folder cannot be written."""
-    write_text_atomic(Path(run_dir) / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+    write_text_atomic(Path(run_dir) / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))

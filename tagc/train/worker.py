@@ -40,11 +40,9 @@ def run_worker(config: Config, data: DataInfo, run_dir: str) -> None:
         timeout=timedelta(seconds=config.cluster.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    try:
-        _train(config, data, run_dir, device)
-    finally:
-        dist.destroy_process_group()
-        close_logging()
+    _train(config, data, run_dir, device)
+    dist.destroy_process_group()  # not after an error: peers may be waiting inside a collective
+    close_logging()
 
 
 def _train(config: Config, data: DataInfo, run_dir: str, device: torch.device) -> None:
