@@ -1,8 +1,8 @@
 """Which values to send: thresholds on the magnitude for a target density.
 
 Each estimator takes values [..., N] and the share to keep, and returns one threshold per last dimension, [..., 1],
-without host syncs. A bucket [W, N] gets a threshold per destination shard, since every shard's sketch has the same
-room: token embeddings are sorted by frequency, so one threshold for all would fill the first shard's sketch alone.
+without waiting for the device. A bucket [W, N] gets a threshold per destination shard, since every shard's sketch has
+the same room: token embeddings are sorted by frequency, so one threshold for all would fill the first shard's sketch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def threshold_sampled(x: Tensor, density: float, sample: int, generator: torch.G
     """The quantile of ``sample`` positions drawn with replacement; exact when there are no more than that.
 
     The kept share has a standard deviation of sqrt(p (1 - p) / sample): 0.16 points at p = 0.2, 65,536 samples.
-    ``generator`` must live on the CPU, so that every backend draws the same positions.
+    ``generator`` must live on the CPU, so that every backend draws the same positions; they are copied to the device.
     """
     if x.shape[-1] <= sample:
         return threshold_exact(x, density)

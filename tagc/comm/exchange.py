@@ -111,14 +111,19 @@ class Exchange:
         work = [
             dist.irecv(piece, group=group, group_src=w, tag=tag) for w in peers for tag, piece in enumerate(incoming[w])
         ]
+        pieces = [
+            (w, tag, piece)
+            for tag, row in enumerate(zip(*outgoing.values(), strict=True))
+            for w, piece in zip(peers, row, strict=True)
+        ]
         paced = paced and self.link.is_capped
+        # All reservations first: a late wake-up from one wait must not delay the pieces behind it.
+        sent_at = [self.link.reserve("send", piece.numel()) for _, _, piece in pieces] if paced else []
         arrived_at = self.link.reserve("receive", sum(p.numel() for w in peers for p in incoming[w])) if paced else 0.0
-        for tag in range(max((len(pieces) for pieces in outgoing.values()), default=0)):
-            for w in peers:
-                piece = outgoing[w][tag]
-                if paced:
-                    self.link.wait_until(self.link.reserve("send", piece.numel()))
-                work.append(dist.isend(piece, group=group, group_dst=w, tag=tag))
+        for i, (w, tag, piece) in enumerate(pieces):
+            if paced:
+                self.link.wait_until(sent_at[i])
+            work.append(dist.isend(piece, group=group, group_dst=w, tag=tag))
         for request in work:
             assert request is not None  # only for ranks outside the group
             request.wait()

@@ -1,8 +1,8 @@
 """``network=paced``: each rank's full-duplex link modelled in process.
 
 Every byte a rank sends or receives reserves time on its link at the configured rate; an exchange may not complete
-before the time it reserved has passed. Reservations of concurrent exchanges queue behind each other piece by piece, so
-together they never exceed the rate. Works without privileges. What it does not model: protocol headers, congestion
+before the time it reserved has passed. Concurrent exchanges queue behind each other, so together they never exceed the
+rate. Works without privileges. What it does not model: protocol headers, congestion
 inside a switch, loss.
 """
 
