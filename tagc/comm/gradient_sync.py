@@ -19,51 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from tagc.comm.buckets import Bucket, Slot, build_bucket
 from tagc.comm.exchange import Exchange
 from tagc.comm.fsdp2 import GradientReduceScatter, ParameterAllGather, attach
-from tagc.comm.policy import RoleSummary, is_compressed, role_of
 from tagc.comm.stopwatch import Stopwatch
-from tagc.compressors import COMPRESSORS, BucketSpec, Compressor, Dense, Kind, Part
+from tagc.compressors import COMPRESSORS, Dense, Kind, Part
 from tagc.config import Config
 from tagc.errors import UserError
 
-Parameters = Sequence[tuple[str, torch.Size]]
 _STATS = ("kept", "densest", "union", "peers_union", "unresolved")
-
-
-@dataclass
-class Slot:
-    """The columns of a bucket that one compressor handles."""
-
-    compressor: Compressor
-    columns: list[slice]
-
-    @property
-    def numel(self) -> int:
-        """Elements of one shard."""
-        return self.compressor.spec.numel
-
-    def take(self, gradient_WS: Tensor) -> Tensor:
-        """The slot's columns, contiguous [W, N]; the bucket itself where the slot is all of it."""
-        if self.numel == gradient_WS.shape[1]:
-            return gradient_WS
-        return torch.cat([gradient_WS[:, part] for part in self.columns], dim=1)
-
-    def put(self, total_S: Tensor, total_N: Tensor) -> None:
-        """Write the decoded shard back to the slot's columns."""
-        sizes = [part.stop - part.start for part in self.columns]
-        for part, piece in zip(self.columns, total_N.split(sizes), strict=True):
-            total_S[part] = piece
-
-
-@dataclass
-class Bucket:
-    """One FSDP unit's gradients."""
-
-    name: str
-    parameters: list[tuple[str, slice]]  # (name, columns), in FSDP's order
-    slots: list[Slot]
-    column_sums: Tensor | None = None  # per parameter, to find NaN and Inf; set by the step's reduction
 
 
 @dataclass
@@ -86,19 +50,22 @@ class GradientSync:
         self,
         config: Config,
         units: Sequence[tuple[str, FSDPModule]],
-        parameters: dict[str, Parameters],
+        parameters: dict[str, list[tuple[str, torch.Size]]],
         exchange: Exchange,
         stopwatch: Stopwatch,
         kernels: ModuleType,
         device: torch.device,
     ) -> None:
         self.exchange, self.stopwatch = exchange, stopwatch
-        self._config, self._kernels, self._device = config, kernels, device
-        self._group = dist.group.WORLD or dist.new_group()
+        self._config, self._device = config, device
+        assert dist.group.WORLD is not None
+        self._group = dist.group.WORLD
         self._ranks, self._rank = self._group.size(), self._group.rank()
         self._step = 0
         self._fidelity: Tensor | None = None
-        self.buckets = [self._build_bucket(name, parameters[name]) for name, _ in units]
+        self.buckets = [
+            build_bucket(config, name, parameters[name], self._ranks, self._rank, device, kernels) for name, _ in units
+        ]
         method = COMPRESSORS[config.compressor.name]
         if method.follows_layer_policy and all(type(slot.compressor) is Dense for slot in self._slots()):
             raise UserError(
@@ -113,53 +80,8 @@ class GradientSync:
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
-    def _build_bucket(self, name: str, parameters: Parameters) -> Bucket:
-        method = COMPRESSORS[self._config.compressor.name]
-        columns, chosen, offset = [], [], 0
-        for parameter, shape in parameters:
-            numel = math.ceil(shape[0] / self._ranks) * math.prod(shape[1:])
-            columns.append((parameter, slice(offset, offset + numel)))
-            takes_all = not method.follows_layer_policy
-            chosen.append(takes_all or is_compressed(parameter, shape, self._config.compressor))
-            offset += numel
-        slots = []
-        for kind, label in ((method, "compressed"), (Dense, "dense")):
-            members = [
-                column for column, is_chosen in zip(columns, chosen, strict=True) if is_chosen == (kind is method)
-            ]
-            if members:
-                slots.append(self._build_slot(kind, f"{name}/{label}", members))
-            if method is Dense:
-                break  # all columns went into the first slot
-        return Bucket(name, columns, slots)
-
-    def _build_slot(self, method: type[Compressor], name: str, members: list[tuple[str, slice]]) -> Slot:
-        spec = BucketSpec(
-            name=name,
-            parameters=tuple((parameter, part.stop - part.start) for parameter, part in members),
-            ranks=self._ranks,
-            rank=self._rank,
-            device=self._device,
-            seed=self._config.seed,
-        )
-        return Slot(method(self._config.compressor, spec, self._kernels), [part for _, part in members])
-
     def _slots(self) -> list[Slot]:
         return [slot for bucket in self.buckets for slot in bucket.slots]
-
-    def describe_policy(self) -> list[RoleSummary]:
-        """Elements and gradient bytes per step by role, before and after compression."""
-        summary: dict[str, RoleSummary] = {}
-        for slot in self._slots():
-            spec = slot.compressor.spec
-            sent = sum(slot.compressor.expected_bytes(step=10**9).values())  # past any warm-up
-            for parameter, numel in spec.parameters:
-                line = summary.setdefault(role_of(parameter), RoleSummary(role_of(parameter)))
-                line.parameters += numel * self._ranks
-                line.compressed += 0 if type(slot.compressor) is Dense else numel * self._ranks
-                line.dense_bytes += (self._ranks - 1) * numel * 4
-                line.sent_bytes += round(sent * numel / spec.numel)
-        return list(summary.values())
 
     def explain_dense(self) -> list[str]:
         """One line for each bucket that this configuration always sends dense although the policy selected it."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tagc.comm.buckets import describe_policy
 from tagc.comm.exchange import Exchange
 from tagc.comm.gradient_sync import GradientSync, nonfinite_message
 from tagc.comm.policy import format_policy
@@ -98,7 +99,7 @@ class Trainer:
         if self.ranks == 1:
             logger.info("one rank has nobody to exchange gradients with: the compressor is not used")
             return
-        for line in format_policy(self.sync.describe_policy()):
+        for line in format_policy(describe_policy(self.sync.buckets)):
             logger.info("%s", line)
         for line in self.sync.explain_dense():
             logger.warning("%s", line)
