@@ -27,7 +27,7 @@ from tagc.compressors import COMPRESSORS, Dense, Kind, Part
 from tagc.config import Config
 from tagc.errors import UserError
 
-_STATS = ("kept", "densest", "union", "peers_union", "unresolved")
+_STATS = ("kept", "densest", "union", "peers_union", "unresolved", "residual_squared")
 
 
 @dataclass
@@ -147,7 +147,6 @@ class GradientSync:
         stats_RSF = numbers["stats"].view(self._ranks, len(slots), len(_STATS))
         self._send_returns(slots, stats_RSF[..., _STATS.index("unresolved")])
         report = StepReport(numbers["loss"].mean().item(), _summarise_slots(slots, stats_RSF))
-        report.metrics["residual_norm"] = numbers["residual_squared"].sum().sqrt().item()
         if self._fidelity is not None:
             dot, decoded, dense, error = numbers["fidelity"].sum(0).tolist()
             report.metrics["fidelity_cosine"] = dot / math.sqrt(decoded * dense) if decoded and dense else None
@@ -164,11 +163,9 @@ class GradientSync:
         missing = torch.full((), math.nan, device=self._device)
         stats = [getattr(slot.compressor.stats, name) for slot in slots for name in _STATS]
         sums = [bucket.column_sums for bucket in self.buckets if bucket.column_sums is not None]
-        residuals = [view for slot in slots for view in slot.compressor.residuals().values()]
         parts = {
             "loss": loss.detach().view(1),
             "stats": torch.stack([missing, *(missing if value is None else value for value in stats)])[1:],
-            "residual_squared": sum((view.square().sum() for view in residuals), missing.new_zeros(())).view(1),
             "fidelity": missing.new_zeros(4) if self._fidelity is None else self._fidelity,
             "column_sums": torch.cat([missing.new_zeros(0), *sums]),
         }
@@ -217,7 +214,7 @@ def nonfinite_message(step: int, parameters: Sequence[str], ranks: Sequence[int]
 
 def _summarise_slots(slots: Sequence[Slot], stats_RSF: Tensor) -> dict[str, float | int | None]:
     """Metrics over all ranks and all slots that sent a sketch."""
-    kept_S, _, union_S, peers_S, unresolved_S = stats_RSF.sum(0).unbind(-1)
+    kept_S, _, union_S, peers_S, unresolved_S, residual_S = stats_RSF.sum(0).unbind(-1)
     sketched = ~union_S.isnan()
     ranks = stats_RSF.shape[0]
     metrics: dict[str, float | int | None] = {
@@ -226,6 +223,7 @@ def _summarise_slots(slots: Sequence[Slot], stats_RSF: Tensor) -> dict[str, floa
         "achieved_sparsity": None,
         "union_density": None,
         "peeled_frac": None,
+        "residual_norm": residual_S.nansum().sqrt().item(),
     }
     if sketched.any():
         shard_S = torch.tensor([slot.numel for slot in slots], dtype=torch.float64)[sketched]

@@ -58,6 +58,7 @@ class BucketStats:
     union: Tensor | None = None  # elements of this rank's own shard that any rank selected
     peers_union: Tensor | None = None  # elements of the own shard that its sketch holds
     unresolved: Tensor | None = None  # elements of the own shard that peeling could not separate
+    residual_squared: Tensor | None = None  # squared norm of what this rank keeps, before returns
 
 
 class Compressor(ABC):
@@ -103,5 +104,5 @@ class Compressor(ABC):
         return None
 
     def residuals(self) -> dict[str, Tensor]:
-        """Residual by parameter name: float32 [W, padded shard elements], views of the state. Empty if none."""
+        """Residual by parameter name: float32 [W, padded shard elements], a copy. Empty if none."""
         return {}

@@ -18,7 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from tagc.codec.bitmap import bitmap_bytes
+from tagc.codec.bitmap import bitmap_bytes, pack_bits, unpack_bits
 from tagc.codec.hashing import HashTable, build_hash_table, plan_layout
 from tagc.compressors.base import BucketSpec, BucketStats, Compressor, Kind, Part
 from tagc.compressors.dense import dense_bytes
@@ -34,11 +34,12 @@ class Sketch(Compressor):
         super().__init__(config, spec, kernels)
         self.wire_dtype = getattr(torch, config.value_dtype)
         self.layout = plan_layout(spec.numel, config.ratio)
-        self.residual_WN = torch.zeros(spec.ranks, spec.numel, device=spec.device)
+        # The residual is carry where owed; see tagc/kernels/reference.py.
+        self.carry_WN = torch.zeros(spec.ranks, spec.numel, device=spec.device)
+        self.owed_WB = torch.zeros(spec.ranks, bitmap_bytes(spec.numel), dtype=torch.uint8, device=spec.device)
         self._seed = crc32(f"{spec.seed}/{spec.name}".encode())
         self._dense_until: float = config.warmup_steps
-        self._sent_index_WB: Tensor | None = None
-        self._unresolved: Tensor | None = None
+        self._unresolved_B: Tensor | None = None
         if config.dense_fallback:
             if self._sketch_bytes() > self._dense_bytes():
                 self._dense_until = math.inf
@@ -110,40 +111,34 @@ class Sketch(Compressor):
     # --- encode -------------------------------------------------------------------------------------------------
 
     def encode(self, gradient_WN: Tensor, step: int) -> Sequence[Part]:
-        x = gradient_WN.add_(self.residual_WN, alpha=self.config.residual_decay)
+        x = self.kernels.add_residual(gradient_WN, self.carry_WN, self.owed_WB, self.config.residual_decay)
         self.stats = BucketStats()
         if self.is_dense(step):
             return self._encode_dense(x)
-        mask = self.kernels.select_values(x, self._threshold(x, step))
-        self._count_kept(mask)
-        self._keep_rest(x, mask)
-        rank = self.spec.rank
-        self._own_N = torch.where(mask[rank], x[rank], 0.0)
-        mask[rank] = False  # the owner's own values never travel
-        index_WB = self.kernels.pack_bits(mask)
-        self._sent_index_WB, self._sent_values = index_WB, x[mask]
-        cells = x.new_zeros(self.spec.ranks, self.layout.sketch_numel, dtype=self.wire_dtype)
-        selected = torch.where(mask, x, 0.0)
-        for w in range(self.spec.ranks):
-            if w != rank:
-                cells[w] = self.kernels.sketch_values(selected[w], self.layout, self._table(step)).flatten()
-        return [Part(index_WB, "or", "index"), Part(cells, "sum", "value")]
+        encoded = self.kernels.encode_sketch(
+            x,
+            self.carry_WN,
+            self.owed_WB,
+            self._threshold(x, step),
+            rank=self.spec.rank,
+            layout=self.layout,
+            table=self._table(step),
+            wire_dtype=self.wire_dtype,
+            error_feedback=self.config.error_feedback,
+        )
+        self._own_N, self._sent_index_WB = encoded.own_N, encoded.index_WB
+        self.stats.kept, self.stats.densest = encoded.kept_W.sum(), encoded.kept_W.max()
+        self.stats.residual_squared = encoded.residual_squared
+        return [Part(encoded.index_WB, "or", "index"), Part(encoded.cells_WS, "sum", "value")]
 
     def _encode_dense(self, x: Tensor) -> Sequence[Part]:
         wire = x.to(self.wire_dtype)
-        self._count_kept(x != 0)
-        torch.sub(x, wire, out=self.residual_WN)  # the rounding of a bf16 wire, else zero
-        return [Part(wire, "sum", "value")]
-
-    def _count_kept(self, mask_WN: Tensor) -> None:
-        kept_W = mask_WN.sum(dim=1)
+        kept_W = (x != 0).sum(dim=1)
         self.stats.kept, self.stats.densest = kept_W.sum(), kept_W.max()
-
-    def _keep_rest(self, x: Tensor, mask: Tensor) -> None:
-        if self.config.error_feedback:
-            self.residual_WN.copy_(x).masked_fill_(mask, 0.0)
-        else:
-            self.residual_WN.zero_()
+        torch.sub(x, wire, out=self.carry_WN)  # the rounding of a bf16 wire, else zero
+        self.owed_WB.fill_(255)
+        self.stats.residual_squared = self.carry_WN.square().sum()
+        return [Part(wire, "sum", "value")]
 
     def _threshold(self, x: Tensor, step: int) -> Tensor:
         density = 1 - self.config.sparsity
@@ -163,39 +158,36 @@ class Sketch(Compressor):
     # --- decode -------------------------------------------------------------------------------------------------
 
     def decode(self, received: Sequence[Tensor], step: int) -> Tensor:
-        self._unresolved = None
+        self._unresolved_B = None
         if self.is_dense(step):
             return received[0]
-        index_B, cells = received
-        union_N = self.kernels.unpack_bits(index_B, self.spec.numel)
-        shape = (-1, self.layout.cells, self.layout.lanes)
-        peeled = self.kernels.peel_sketch(cells.view(shape), union_N, self.layout, self._table(step))
-        total_N = self._own_N
-        self.stats.union = (union_N | (total_N != 0)).sum()
-        if self.config.estimate_unresolved:
-            total_N[peeled.position_E] += peeled.value_E
-        else:
-            total_N[peeled.position_E] += torch.where(peeled.resolved_E, peeled.value_E, 0.0)
-            self._unresolved = peeled.position_E[~peeled.resolved_E]
-        self.stats.peers_union = union_N.sum()
-        self.stats.unresolved = (~peeled.resolved_E).sum()
-        return total_N
+        decoded = self.kernels.decode_sketch(
+            *received,
+            self._own_N,
+            layout=self.layout,
+            table=self._table(step),
+            estimate=self.config.estimate_unresolved,
+        )
+        self.stats.union, self.stats.peers_union = decoded.union, decoded.peers_union
+        self.stats.unresolved = decoded.unresolved
+        if not self.config.estimate_unresolved:
+            self._unresolved_B = decoded.unresolved_B
+        return decoded.total_N
 
-    # --- returns ------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     def unresolved_positions(self) -> Tensor | None:
-        return self._unresolved
+        if self._unresolved_B is None:
+            return None
+        return unpack_bits(self._unresolved_B, self.spec.numel).nonzero().squeeze(1)
 
     def restore(self, owner: int, positions: Tensor) -> None:
-        if self._sent_index_WB is None:
-            return
-        sent = self.kernels.unpack_bits(self._sent_index_WB, self.spec.numel).flatten()
-        target = owner * self.spec.numel + positions
-        target = target[sent[target]]
-        slot = sent.cumsum(0)[target] - 1
-        self.residual_WN.flatten()[target] += self._sent_values[slot]
+        sent = unpack_bits(self._sent_index_WB[owner], self.spec.numel)
+        owed = unpack_bits(self.owed_WB[owner], self.spec.numel)
+        owed[positions] |= sent[positions]
+        self.owed_WB[owner] = pack_bits(owed)
 
     def residuals(self) -> dict[str, Tensor]:
-        sizes = [numel for _, numel in self.spec.parameters]
-        views = self.residual_WN.split(sizes, dim=1)
-        return {name: view for (name, _), view in zip(self.spec.parameters, views, strict=True)}
+        residual_WN = torch.where(unpack_bits(self.owed_WB, self.spec.numel), self.carry_WN, 0.0)
+        parts = residual_WN.split([numel for _, numel in self.spec.parameters], dim=1)
+        return {name: part for (name, _), part in zip(self.spec.parameters, parts, strict=True)}

@@ -145,7 +145,7 @@ def overload(rank):
     run = TinyRun(tiny_config("tagc", sparsity=0.2, ratio=3.0, dense_fallback=False, layers="lm_head.*"))
     (compressor,) = [slot.compressor for slot in run.sync.buckets[-1].slots if slot.compressor.follows_layer_policy]
     encode, decode = compressor.encode, compressor.decode
-    produced_WN, applied_N, peeled = torch.zeros_like(compressor.residual_WN), 0.0, []
+    produced_WN, applied_N, peeled = torch.zeros_like(compressor.carry_WN), 0.0, []
 
     def spy_encode(gradient_WN, step):
         produced_WN.add_(gradient_WN)
@@ -163,7 +163,7 @@ def overload(rank):
         peeled.append(run.report.metrics["peeled_frac"])
         assert run.exchange.take_sent_bytes()["return"] > 0
         run.optimizer.zero_grad(set_to_none=True)
-    residual_WN = compressor.residual_WN.clone()
+    residual_WN = torch.cat(list(compressor.residuals().values()), dim=1)
     dist.all_reduce(produced_WN)
     dist.all_reduce(residual_WN)
     torch.testing.assert_close(applied_N + residual_WN[rank], produced_WN[rank], rtol=0, atol=1e-5)
