@@ -111,15 +111,16 @@ class Sketch(Compressor):
     # --- encode -------------------------------------------------------------------------------------------------
 
     def encode(self, gradient_WN: Tensor, step: int) -> Sequence[Part]:
-        x = self.kernels.add_residual(gradient_WN, self.carry_WN, self.owed_WB, self.config.residual_decay)
         self.stats = BucketStats()
         if self.is_dense(step):
-            return self._encode_dense(x)
+            return self._encode_dense(gradient_WN)
+        threshold_W1, decay = self._threshold(gradient_WN, step)
         encoded = self.kernels.encode_sketch(
-            x,
+            gradient_WN,
             self.carry_WN,
             self.owed_WB,
-            self._threshold(x, step),
+            threshold_W1,
+            decay=decay,
             rank=self.spec.rank,
             layout=self.layout,
             table=self._table(step),
@@ -131,7 +132,11 @@ class Sketch(Compressor):
         self.stats.residual_squared = encoded.residual_squared
         return [Part(encoded.index_WB, "or", "index"), Part(encoded.cells_WS, "sum", "value")]
 
-    def _encode_dense(self, x: Tensor) -> Sequence[Part]:
+    def _add_residual(self, gradient_WN: Tensor) -> Tensor:
+        return self.kernels.add_residual(gradient_WN, self.carry_WN, self.owed_WB, self.config.residual_decay)
+
+    def _encode_dense(self, gradient_WN: Tensor) -> Sequence[Part]:
+        x = self._add_residual(gradient_WN)
         wire = x.to(self.wire_dtype)
         kept_W = (x != 0).sum(dim=1)
         self.stats.kept, self.stats.densest = kept_W.sum(), kept_W.max()
@@ -140,16 +145,20 @@ class Sketch(Compressor):
         self.stats.residual_squared = self.carry_WN.square().sum()
         return [Part(wire, "sum", "value")]
 
-    def _threshold(self, x: Tensor, step: int) -> Tensor:
+    def _threshold(self, gradient_WN: Tensor, step: int) -> tuple[Tensor, float]:
+        """The threshold of each shard, and the residual's factor that is left for the encoder to apply."""
         density = 1 - self.config.sparsity
         if density == 1:
-            return x.new_zeros(1)
+            return gradient_WN.new_zeros(1), self.config.residual_decay
+        x = self._add_residual(gradient_WN)
         if self.config.threshold == "exact":
-            return self.kernels.threshold_exact(x, density)
-        if self.config.threshold == "lognormal":
-            return self.kernels.threshold_lognormal(x, density)
-        generator = torch.Generator().manual_seed(self._seed + step)
-        return self.kernels.threshold_sampled(x, density, self.config.threshold_sample, generator)
+            threshold_W1 = self.kernels.threshold_exact(x, density)
+        elif self.config.threshold == "lognormal":
+            threshold_W1 = self.kernels.threshold_lognormal(x, density)
+        else:
+            generator = torch.Generator().manual_seed(self._seed + step)
+            threshold_W1 = self.kernels.threshold_sampled(x, density, self.config.threshold_sample, generator)
+        return threshold_W1, 0.0  # the gradient's memory holds the sum already
 
     def _table(self, step: int) -> HashTable:
         seed = self._seed * HASH_SEEDS + step % HASH_SEEDS

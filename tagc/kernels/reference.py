@@ -58,22 +58,25 @@ def add_residual(gradient_WN: Tensor, carry_WN: Tensor, owed_WB: Tensor, decay: 
 
 
 def encode_sketch(
-    x_WN: Tensor,
+    gradient_WN: Tensor,
     carry_WN: Tensor,
     owed_WB: Tensor,
     threshold_W1: Tensor,
     *,
+    decay: float,
     rank: int,
     layout: SketchLayout,
     table: HashTable,
     wire_dtype: torch.dtype,
     error_feedback: bool,
 ) -> EncodedSketch:
-    """Select, keep the rest, and sketch what is sent, for every shard of a bucket.
+    """Add the residual, select, keep the rest, and sketch what is sent, for every shard of a bucket.
 
-    x_WN: float32, gradient plus residual; carry_WN and owed_WB are overwritten with the new state. Host syncs: none.
-    Exactness: masks and state bitwise; cells are summed in the table's order in fp32, then rounded once.
+    gradient_WN: float32, may be overwritten; carry_WN (float32) and owed_WB become the new state. threshold_W1:
+    float32, or [1] for all shards. Host syncs: none. Exactness: masks and state bitwise; cells are summed in the
+    table's order in fp32, then rounded once to the wire dtype.
     """
+    x_WN = add_residual(gradient_WN, carry_WN, owed_WB, decay)
     mask = select_values(x_WN, threshold_W1)
     kept_W = mask.sum(dim=1)
     carry_WN.copy_(x_WN)
