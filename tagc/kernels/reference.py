@@ -72,11 +72,11 @@ def encode_sketch(
 ) -> EncodedSketch:
     """Add the residual, select, keep the rest, and sketch what is sent, for every shard of a bucket.
 
-    gradient_WN: float32, may be overwritten; carry_WN (float32) and owed_WB become the new state. threshold_W1:
-    float32, or [1] for all shards. Host syncs: none. Exactness: masks and state bitwise; cells are summed in the
-    table's order in fp32, then rounded once to the wire dtype.
+    gradient_WN: float32, may be overwritten; carry_WN (float32) and owed_WB become the new state; ``decay=0`` ignores
+    the old one. threshold_W1: float32, or [1] for all shards. Host syncs: none. Exactness: masks and state bitwise;
+    cells are summed in the table's order in fp32, then rounded once to the wire dtype.
     """
-    x_WN = add_residual(gradient_WN, carry_WN, owed_WB, decay)
+    x_WN = add_residual(gradient_WN, carry_WN, owed_WB, decay) if decay else gradient_WN
     mask = select_values(x_WN, threshold_W1)
     kept_W = mask.sum(dim=1)
     carry_WN.copy_(x_WN)
