@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -14,11 +15,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from tagc.cli_errors import check_keys, explain
 from tagc.config import Config, from_omegaconf
-from tagc.launch import RunInterrupted, launch, write_failed_summary
+from tagc.launch import FolderInUse, RunInterrupted, launch
 
 CONF_DIR = Path(__file__).parent.parent / "conf"
 
@@ -39,8 +40,24 @@ def to_config(composed: DictConfig) -> Config:
 
 def launch_job(config: Config) -> None:
     """Run ``config`` in the folder that Hydra made for this job, and print the run's table."""
+    _show_log_lines()
     summary = launch(config, Path(HydraConfig.get().runtime.output_dir))
     _print_table([summary])
+
+
+def _show_log_lines() -> None:
+    """What the launcher itself says (making the data, setting an old record aside) goes to stdout; ranks log alone."""
+    logger = logging.getLogger("tagc")
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler(sys.stdout))
+        logger.setLevel(logging.INFO)
+
+
+def _load_job(path: Path) -> dict[str, Any]:
+    """A job's summary with its folder and the overrides that made it."""
+    overrides = path.parent / ".hydra" / "overrides.yaml"
+    chosen = list(OmegaConf.load(overrides)) if overrides.exists() else []
+    return {**json.loads(path.read_text()), "run_dir": str(path.parent), "overrides": chosen}
 
 
 def _print_table(summaries: list[dict[str, Any]]) -> None:
@@ -83,9 +100,11 @@ class JobReport(Callback):
         message = _explain(error) or f"{type(error).__name__}: {error}"
         overrides = " ".join(job_return.overrides or [])
         sys.stderr.write(f"error in job {config.hydra.job.num} ({overrides}): {message}\n")
-        choices = config.hydra.runtime.choices
-        identity = {group: choices.get(group) for group in ("compressor", "bandwidth", "model")}
-        write_failed_summary(Path(config.hydra.runtime.output_dir), "failed", message, identity)
+        path = Path(config.hydra.runtime.output_dir) / "summary.json"
+        if not path.exists() and not isinstance(error, FolderInUse):  # it failed before it was launched
+            choices = config.hydra.runtime.choices
+            identity = {group: choices.get(group) for group in ("compressor", "bandwidth", "model")}
+            path.write_text(json.dumps({**identity, "status": "failed", "error": message}))
 
     @classmethod
     def show(cls) -> None:
@@ -94,7 +113,7 @@ class JobReport(Callback):
             return
         found = [(path.stat().st_mtime, path) for path in cls.sweep_dir.rglob("summary.json")]
         recent = [path for modified_s, path in sorted(found) if modified_s >= cls.started_s]
-        _print_table([{**json.loads(path.read_text()), "run_dir": str(path.parent)} for path in recent])
+        _print_table([_load_job(path) for path in recent])
 
 
 def run(main: Callable[[], None]) -> int:

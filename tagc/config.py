@@ -55,12 +55,12 @@ class CompressorConfig:
     ratio: float = 2.0  # compressed elements per sketch cell, in (0, 64]
     value_dtype: str = "bfloat16"  # dtype of sketch cells on the wire: float32 | bfloat16
     threshold: str = "sampled"  # sampled | exact | lognormal (TAGC's model of the gradient)
-    threshold_sample: int = 65536  # elements drawn per bucket by the sampled estimator, >= 256
+    threshold_sample: int = 65536  # elements drawn per shard by the sampled estimator, >= 256
     error_feedback: bool = True  # keep what is not sent and add it to the next gradient
     residual_decay: float = 1.0  # the old residual is scaled by this each step, in [0, 1]
     warmup_steps: int = 0  # first steps sent dense, >= 0
     estimate_unresolved: bool = False  # use the median of the three cells (LHC) instead of returning to the sender
-    dense_fallback: bool = True  # send a bucket dense when its sketch would be overloaded or larger than bf16
+    dense_fallback: bool = True  # send a bucket dense when its sketch is overloaded or would be larger than dense
     max_load: float = 0.75  # union elements per sketch cell above which a bucket goes dense, in (0, 0.8]
     retry_steps: int = 50  # a bucket that went dense is tried again after this many steps, >= 1
 
@@ -139,9 +139,9 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    experiment: str = "default"  # free name that groups runs
+    experiment: str = "default"  # groups runs; on the command line experiment=NAME takes conf/experiment/NAME.yaml
     kernels: str = "auto"  # codec backend: auto | reference
-    seed: int = 0  # >= 0; initial weights, data order, hashes
+    seed: int = 0  # in [0, 2^32); initial weights, data order, hashes
 
     @property
     def micro_batch(self) -> int:
@@ -202,7 +202,7 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "logging.fidelity_every", g.fidelity_every >= 0, "an integer >= 0 (0: never)"
     yield "logging.console_every", g.console_every >= 1, "an integer >= 1"
     yield "kernels", c.kernels in ("auto", "reference"), "auto or reference"
-    yield "seed", c.seed >= 0, "an integer >= 0"
+    yield "seed", 0 <= c.seed < 2**32, "an integer in [0, 2^32)"
 
 
 def _lookup(config: Config, key: str) -> Any:

@@ -36,6 +36,10 @@ _SHUTDOWN_S = 10  # ranks that ignore SIGTERM for this long are killed
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+class FolderInUse(UserError):
+    """The run folder belongs to a run that is still going on."""
+
+
 class RunInterrupted(SystemExit):
     """The launcher got a signal and has ended its ranks. ``code`` is 128 + the signal, as shells count."""
 
@@ -55,8 +59,10 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
     """
     run_dir = run_dir.absolute()
     with _claim_folder(run_dir), _raise_on_signals():
+        from tagc.record.recorder import set_aside_earlier_record
+
+        set_aside_earlier_record(run_dir)  # whole, and before anything of this run can be mistaken for it
         summary_path = run_dir / "summary.json"
-        summary_path.unlink(missing_ok=True)  # an earlier run's summary must not pass for this one's
         try:
             resolve_device(config.cluster.device, config.cluster.ranks)
             from tagc.data import prepare
@@ -67,41 +73,28 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
                 raise RankFailure(f"all ranks ended without an error, but rank 0 wrote no {summary_path}")
             return load_summary(run_dir)
         except KeyboardInterrupt:
-            write_failed_summary(run_dir, "interrupted", "SIGINT", _identity(config))
+            write_failed_summary(run_dir, "interrupted", "SIGINT", config)
             raise RunInterrupted(signal.SIGINT) from None
         except RunInterrupted as stop:
-            write_failed_summary(run_dir, "interrupted", stop.signal.name, _identity(config))
+            write_failed_summary(run_dir, "interrupted", stop.signal.name, config)
             raise
         except Exception as error:
-            write_failed_summary(run_dir, "failed", str(error), _identity(config))
+            write_failed_summary(run_dir, "failed", str(error), config)
             raise
 
 
-def _identity(config: Config) -> dict[str, Any]:
-    """The summary's fields that say which run this is."""
-    return {
-        "experiment": config.experiment,
-        "compressor": config.compressor.name,
-        "bandwidth": config.bandwidth.name,
-        "ranks": config.cluster.ranks,
-        "model": config.model.name,
-        "seed": config.seed,
-    }
+def write_failed_summary(run_dir: Path, status: str, error: str, config: Config) -> None:
+    """Leave a ``summary.json`` that says how the run ended, with the numbers of the steps it made.
 
-
-def write_failed_summary(run_dir: Path, status: str, error: str, identity: dict[str, Any]) -> None:
-    """Leave a ``summary.json`` that says how the run ended.
-
-    Keeps the numbers that rank 0 has written, not its view of the error: it may know only that a peer is gone.
+    The error is the launcher's view; rank 0's own may know only that a peer is gone.
     """
+    from tagc.record import load_rows, summarise
     from tagc.record.files import write_text_atomic
 
-    path = run_dir / "summary.json"
-    try:
-        written = json.loads(path.read_text())
-    except (OSError, ValueError):
-        written = {}
-    write_text_atomic(path, json.dumps({**identity, **written, "status": status, "error": error}, indent=2) + "\n")
+    metrics = run_dir / "metrics.jsonl"
+    numbers = summarise(load_rows(metrics) if metrics.exists() else [], config)
+    summary = {**numbers, "status": status, "error": error}
+    write_text_atomic(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 @contextlib.contextmanager
@@ -115,7 +108,9 @@ def _claim_folder(run_dir: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise UserError(f"the run folder {run_dir} is in use by another run; set hydra.run.dir to a new one") from None
+        raise FolderInUse(
+            f"the run folder {run_dir} is in use by another run; set hydra.run.dir to a new one"
+        ) from None
     except OSError:
         pass  # some network file systems have no locks; the default folder names do not collide anyway
     try:

@@ -12,7 +12,7 @@ def bitmap_bytes(numel: int) -> int:
 
 
 def _bit_weights(device: torch.device) -> Tensor:
-    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+    return 1 << torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def pack_bits(mask: Tensor) -> Tensor:

@@ -52,7 +52,9 @@ def threshold_lognormal(x: Tensor, density: float) -> Tensor:
     squares = torch.where(nonzero, log - mean, 0.0).square().sum(-1, keepdim=True)
     deviation = (squares / (total - 1).clamp(min=1)).sqrt()
     share = (density * x.shape[-1] / total.clamp(min=1)).clamp(max=1.0)
-    return torch.where(share < 1.0, (mean + deviation * torch.special.ndtri(1.0 - share)).exp(), 0.0)
+    quantile = (mean + deviation * torch.special.ndtri(1.0 - share)).exp()
+    # A long lower tail widens the fit; a threshold over the maximum would leave nothing to send, at every step.
+    return torch.where(share < 1.0, quantile.minimum(magnitude.amax(-1, keepdim=True)), 0.0)
 
 
 def select_values(x: Tensor, threshold: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def _reduce_rows(rows_WN: Tensor, part: Part) -> Tensor:
 def _reduce_scatter_native(part: Part, group: dist.ProcessGroup) -> Tensor:
     if part.reduce == "sum" and part.tensor.dtype == torch.float32:
         total = torch.empty_like(part.tensor[0])
-        _reduce_scatter_single(total, part.tensor, op=dist.ReduceOp.SUM, group=group)
+        _reduce_scatter_single(total.flatten(), part.tensor.flatten(), op=dist.ReduceOp.SUM, group=group)
         return total
     received = torch.empty_like(part.tensor)  # NCCL would add bf16 in bf16 and cannot OR: move, then reduce here
     dist.all_to_all_single(received, part.tensor, group=group)

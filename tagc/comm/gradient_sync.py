@@ -63,6 +63,9 @@ class GradientSync:
         self._ranks, self._rank = self._group.size(), self._group.rank()
         self._step = 0
         self._fidelity: Tensor | None = None
+        self.buckets: list[Bucket] = []
+        if self._ranks == 1:
+            return  # nobody to exchange with: FSDP2 calls no reduce-scatter
         self.buckets = [
             build_bucket(config, name, parameters[name], self._ranks, self._rank, device, kernels) for name, _ in units
         ]
@@ -159,8 +162,8 @@ class GradientSync:
         return report
 
     def _gather_numbers(self, slots: Sequence[Slot], loss: Tensor) -> dict[str, Tensor]:
-        """Every rank's numbers of this step: float64 [W, ...] by name, on the host (the step's one host sync)."""
-        missing = torch.full((), math.nan, device=self._device)
+        """Every rank's numbers of this step: float64 [W, ...] by name, on the host (waits for the device)."""
+        missing = torch.full((), math.nan, dtype=torch.float64, device=self._device)
         stats = [getattr(slot.compressor.stats, name) for slot in slots for name in _STATS]
         sums = [bucket.column_sums for bucket in self.buckets if bucket.column_sums is not None]
         parts = {
@@ -170,7 +173,8 @@ class GradientSync:
             "column_sums": torch.cat([missing.new_zeros(0), *sums]),
         }
         own = torch.cat([part.to(torch.float64) for part in parts.values()])
-        gathered = self.exchange.gather_numbers(own, self._group).cpu()
+        with self.stopwatch.span("exchange"):
+            gathered = self.exchange.gather_numbers(own, self._group).cpu()
         split = gathered.split([part.numel() for part in parts.values()], dim=1)
         return dict(zip(parts, split, strict=True))
 
@@ -179,7 +183,7 @@ class GradientSync:
         if not bad_RP.any():
             return
         names = [name for bucket in self.buckets for name, _ in bucket.parameters]
-        # Backward spreads a NaN from the loss towards the input: the parameter nearest to the loss comes first.
+        # Backward spreads a NaN from the loss towards the input, so the last unit's parameters come first.
         bad = [names[i] for i in reversed(bad_RP.any(0).nonzero().flatten().tolist())]
         ranks = bad_RP.any(1).nonzero().flatten().tolist()
         raise UserError(nonfinite_message(self._step, bad, ranks))
@@ -197,9 +201,11 @@ class GradientSync:
             message = own.new_full((most,), -1, dtype=torch.int32)
             message[: own.numel()] = own
             gathered = message.new_empty(self._ranks * most)
-            self.exchange.all_gather(gathered, message, self._group, "return")
-            for owner, positions in enumerate(gathered.view(self._ranks, most).long()):
-                slot.compressor.restore(owner, positions[positions >= 0])
+            with self.stopwatch.span("exchange"):
+                self.exchange.all_gather(gathered, message, self._group, "return")
+            with self.stopwatch.span("decode"):
+                for owner, positions in enumerate(gathered.view(self._ranks, most).long()):
+                    slot.compressor.restore(owner, positions[positions >= 0])
 
 
 def nonfinite_message(step: int, parameters: Sequence[str], ranks: Sequence[int]) -> str:

@@ -29,8 +29,10 @@ class Stopwatch:
             self._events.append((name, begin, end))
         else:
             begin_s = time.perf_counter()
-            yield
-            self._total_ms[name] += (time.perf_counter() - begin_s) * 1e3
+            try:
+                yield
+            finally:
+                self._total_ms[name] += (time.perf_counter() - begin_s) * 1e3
 
     def take(self) -> dict[str, float]:
         """Milliseconds by name since the last call, then start again. On CUDA this waits for the events."""

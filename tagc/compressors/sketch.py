@@ -69,7 +69,7 @@ class Sketch(Compressor):
         )
 
     def adapt(self, step: int, densest: float, peers_union: float) -> str | None:
-        if not self.config.dense_fallback or step < self.config.warmup_steps or self._dense_until == math.inf:
+        if not self.config.dense_fallback or self._dense_until == math.inf:
             return None
         if self.is_dense(step):  # decide whether to try the sketch at the next step
             if step + 1 < self._dense_until:
@@ -80,7 +80,7 @@ class Sketch(Compressor):
         if not load > self.config.max_load:
             return None
         held = "would hold" if self.is_dense(step) else "held"
-        is_retry = self.is_dense(step) and step > self.config.warmup_steps
+        is_retry = self.is_dense(step) and step >= max(1, self.config.warmup_steps)
         self._dense_until = step + 1 + self.config.retry_steps
         if is_retry:
             return None  # it was said when the bucket went dense
@@ -141,7 +141,7 @@ class Sketch(Compressor):
         kept_W = (x != 0).sum(dim=1)
         self.stats.kept, self.stats.densest = kept_W.sum(), kept_W.max()
         torch.sub(x, wire, out=self.carry_WN)  # the rounding of a bf16 wire, else zero
-        self.owed_WB.fill_(255)
+        self.owed_WB.fill_(255 if self.config.error_feedback else 0)
         self.stats.residual_squared = self.carry_WN.square().sum()
         return [Part(wire, "sum", "value")]
 
@@ -161,7 +161,7 @@ class Sketch(Compressor):
         return threshold_W1, 0.0  # the gradient's memory holds the sum already
 
     def _table(self, step: int) -> HashTable:
-        seed = self._seed * HASH_SEEDS + step % HASH_SEEDS
+        seed = self.spec.seed * HASH_SEEDS + step % HASH_SEEDS  # of no bucket's own: equal shapes share their tables
         return build_hash_table(self.layout.rows, self.layout.cells, seed, self.spec.device)
 
     # --- decode -------------------------------------------------------------------------------------------------

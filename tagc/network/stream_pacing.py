@@ -32,12 +32,16 @@ class StreamPacer:
 
     @contextmanager
     def pace(self, nbytes: int) -> Iterator[None]:
-        """The current stream goes on after the enclosed work *and* after ``nbytes`` have passed the link."""
-        rate = self._link.rate_bytes_per_s
-        seconds = self._link.latency_s + (nbytes / rate if rate else 0.0)
+        """The current stream goes on after the enclosed work, and after ``nbytes`` have passed the link and arrived."""
         current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            torch.cuda._sleep(int(seconds * self._cycles_per_s))
+        if self._link.rate_bytes_per_s:
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                self._spin(nbytes / self._link.rate_bytes_per_s)
         yield
         current.wait_stream(self._stream)
+        self._spin(self._link.latency_s)  # on the current stream: latency does not occupy the link
+
+    def _spin(self, seconds: float) -> None:
+        if seconds > 0:
+            torch.cuda._sleep(int(seconds * self._cycles_per_s))

@@ -13,7 +13,7 @@ import numpy as np
 from tagc.config import Config
 from tagc.errors import UserError
 
-TIME_KEYS = ("compute_ms", "encode_ms", "exchange_ms", "decode_ms", "pace_ms")
+TIME_KEYS = ("compute_ms", "encode_ms", "exchange_ms", "decode_ms", "gather_ms")
 BYTE_KEYS = (
     "wire_bytes",
     "grad_wire_bytes",
@@ -68,8 +68,11 @@ def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
     val_losses = _numbers(rows, "val_loss")
     last_loss = rows[-1].get("train_loss") if rows else None
     summary: dict[str, Any] = {
+        "experiment": config.experiment,
         "compressor": config.compressor.name,
         "bandwidth": config.bandwidth.name,
+        "rate_mbps": config.bandwidth.rate_mbps,
+        "time_dilation": config.network.time_dilation,
         "ranks": config.cluster.ranks,
         "model": config.model.name,
         "seed": config.seed,

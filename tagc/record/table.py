@@ -61,6 +61,14 @@ def _wire(kind: str) -> Callable[[Summary], str]:
     return lambda summary: _bytes(summary.get(f"{kind}wire_bytes_per_step"))
 
 
+def _link(summary: Summary) -> str:
+    rate_mbps, dilation = summary.get("rate_mbps"), summary.get("time_dilation") or 1
+    name = str(summary.get("bandwidth", MISSING))
+    if rate_mbps is None:
+        return name
+    return f"{name}: {rate_mbps / dilation:g} Mbit/s" + (f" (time dilation {dilation:g})" if dilation != 1 else "")
+
+
 def _phases(summary: Summary) -> str:
     names = ("compute", "encode", "exchange", "decode")
     return "  ".join(f"{name} {_milliseconds(summary.get(f'{name}_ms_median'))}" for name in names)
@@ -75,7 +83,7 @@ ONE_RUN: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("error", lambda s: str(s.get("error", MISSING))),
     ("run", lambda s: f"{s.get('model', MISSING)}, {s.get('ranks', MISSING)} ranks, seed {s.get('seed', MISSING)}"),
     ("compressor", lambda s: str(s.get("compressor", MISSING))),
-    ("bandwidth", lambda s: str(s.get("bandwidth", MISSING))),
+    ("bandwidth", _link),
     ("steps (timed)", lambda s: f"{s.get('steps', MISSING)} ({s.get('timed_steps', MISSING)})"),
     ("iteration ms, median (p20-p80)", lambda s: f"{_median(s)} ({_spread(s)})"),
     ("of which ms, medians", _phases),
@@ -168,7 +176,7 @@ def print_table(summaries: Sequence[Summary], console: Console | None = None) ->
         left_out = [key for key in _varied_settings(summaries) if key not in columns]
         lines = ["run folders:"]
         for number, (summary, folder) in enumerate(zip(summaries, folders, strict=True)):
-            settings = [f"{key}={summary.get(key, MISSING)}" for key in left_out]
-            lines.append(" ".join([f"{number:>4} ", *settings, folder]))
+            settings = summary.get("overrides") or [f"{key}={summary.get(key, MISSING)}" for key in left_out]
+            lines.append(" ".join([f"{number:>4} ", folder, *map(str, settings)]))
     for line in lines:  # unwrapped, however long: a path must survive being copied
         console.print(Text(line), soft_wrap=True)

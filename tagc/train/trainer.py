@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tagc.comm.buckets import describe_policy
 from tagc.comm.exchange import Exchange
@@ -40,6 +41,7 @@ class Trainer:
         torch.manual_seed(config.seed * 1_000_003 + self.rank)  # dropout; weights and data have seeds of their own
         self.stopwatch = Stopwatch(device)
         self.exchange = Exchange(build_link(config.bandwidth, config.network), device)
+        self._data_description = data.description
         self._build_model(data.vocab_size, kernels)
         self._open_data(data)
 
@@ -96,6 +98,7 @@ class Trainer:
             config.bandwidth.name,
             f" / {config.network.time_dilation:g}" if config.network.time_dilation != 1 else "",
         )
+        logger.info("%s", self._data_description)
         if self.ranks == 1:
             logger.info("one rank has nobody to exchange gradients with: the compressor is not used")
             return
@@ -151,7 +154,10 @@ class Trainer:
         micro, count = self.config.micro_batch, self.config.accumulation
         total = torch.zeros((), device=self.device)
         for i in range(count):
-            self.model.set_requires_gradient_sync(i == count - 1)
+            is_last = i == count - 1
+            self.model.set_requires_gradient_sync(is_last)
+            if not self.config.trainer.reshard_after_forward:
+                self.model.set_reshard_after_backward(is_last)  # gathered once per step, for the memory it costs
             rows = slice(i * micro, (i + 1) * micro)
             loss = self.model(inputs[rows].to(self.device), targets[rows].to(self.device)) / count
             loss.backward()
@@ -200,11 +206,13 @@ class Trainer:
         return row
 
     def _nonfinite_parameters(self) -> list[str]:
-        def is_bad(gradient: Tensor) -> bool:
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            return not local.isfinite().all()
-
-        return [name for name, p in self.model.named_parameters() if p.grad is not None and is_bad(p.grad)]
+        """Parameters whose gradient on this rank is not finite; if only the norm overflowed, the largest gradient's."""
+        largest = {
+            name: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).abs().max().item()
+            for name, p in self.model.named_parameters()
+            if p.grad is not None
+        }
+        return [name for name, value in largest.items() if not math.isfinite(value)] or [max(largest, key=largest.get)]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

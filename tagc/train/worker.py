@@ -27,13 +27,12 @@ def run_worker(config: Config, data: DataInfo, run_dir: str) -> None:
     Errors: ``UserError`` for bad input, on all ranks alike.
     """
     rank = int(os.environ["RANK"])
+    setup_logging(Path(run_dir), rank)
     device = torch.device(resolve_device(config.cluster.device, config.cluster.ranks))
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    elif config.cluster.threads_per_rank:
-        torch.set_num_threads(config.cluster.threads_per_rank)
-    setup_logging(Path(run_dir), rank)
+        torch.set_float32_matmul_precision("high")  # TF32, as the papers' runs
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,

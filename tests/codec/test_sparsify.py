@@ -62,6 +62,13 @@ def test_all_zero_sends_nothing_and_all_equal_sends_something(estimate):
     assert select_values(ones, estimate(ones, 0.2)).any()
 
 
+def test_a_long_lower_tail_does_not_silence_a_shard():
+    """Underflow widens the log-normal fit until its quantile passes the maximum; the largest value is still sent."""
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    x[:3000] *= 1e-20
+    assert select_values(x, threshold_lognormal(x, 0.2)).any()
+
+
 def test_every_shard_has_its_own_threshold():
     x = torch.stack([gradient_like(10_000, 1), 100 * gradient_like(10_000, 2)])
     for threshold in (

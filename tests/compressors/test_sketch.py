@@ -188,6 +188,13 @@ class TestFallback:
         assert dense.adapt(50, densest=4000, peers_union=math.nan) is None, "a failed retry is not news"
         assert dense.is_dense(51)
 
+    def test_lhc_looks_on_the_last_warm_up_step(self):
+        compressor = make_compressors("lhc", 2, 5003, sparsity=0.0, dense_fallback=True, warmup_steps=3)[0]
+        for step in (0, 1):
+            assert compressor.adapt(step, densest=4000, peers_union=math.nan) is None
+        assert compressor.adapt(2, densest=4000, peers_union=math.nan) is not None
+        assert compressor.is_dense(3)
+
     def test_warm_up_is_dense_and_not_an_overload(self):
         compressor = make_compressors("tagc", 2, 5003, dense_fallback=True, warmup_steps=2)[0]
         for step in (0, 1):

@@ -125,6 +125,19 @@ def test_an_old_summary_does_not_pass_for_a_new_one(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
+def test_a_failed_run_keeps_its_numbers_and_leaves_the_earlier_record_whole(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"status": "done"}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train_loss": 9.0}\n')
+    config = Config()
+    config.cluster.ranks = 1
+    with pytest.raises(RankFailure, match="rank 0 ended with exit code 3"):
+        launch(config, tmp_path, workers.record_two_steps_and_exit)
+    assert json.loads((tmp_path / "earlier" / "1" / "summary.json").read_text()) == {"status": "done"}
+    assert "9.0" in (tmp_path / "earlier" / "1" / "metrics.jsonl").read_text()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["train_loss"]) == ("failed", 2, 7.5)
+
+
 def _check_interrupted(run: subprocess.Popen[str], run_dir: Path, number: signal.Signals, pids: list[int]) -> None:
     _, err = run.communicate(timeout=30)
     assert run.returncode == 128 + number

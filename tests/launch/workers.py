@@ -83,3 +83,9 @@ def hang(config: Config, data: Any, run_dir: str) -> None:
     if _rank() == 0:
         time.sleep(600)
     dist.all_reduce(torch.ones(1))
+
+
+def record_two_steps_and_exit(config: Config, data: Any, run_dir: str) -> None:
+    """Leave rows as a run that dies after its second step."""
+    Path(run_dir, "metrics.jsonl").write_text('{"step": 1, "train_loss": 8.0}\n{"step": 2, "train_loss": 7.5}\n')
+    os._exit(3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
+import tagc.compressors
 from tagc.cli import CONF_DIR
 from tagc.config import COMPRESSORS, Config
 from tests.policy.compose import compose_config
@@ -34,6 +36,19 @@ def test_an_option_composes_validates_and_carries_its_name(group: str, option: s
         assert config.experiment == option
     elif hasattr(getattr(config, group), "name"):
         assert getattr(config, group).name == option
+
+
+@pytest.mark.parametrize(("group", "option"), [pair for pair in OPTIONS if pair[0] != "experiment"])
+def test_an_option_holds_differences_only(group: str, option: str) -> None:
+    """A default that is repeated in conf/ no longer follows the schema."""
+    values = yaml.safe_load((CONF_DIR / group / f"{option}.yaml").read_text()) or {}
+    values.pop("name", None)
+    defaults = vars(getattr(Config(), group))
+    assert {key: value for key, value in values.items() if defaults[key] == value} == {}
+
+
+def test_the_schema_and_the_registry_name_the_same_methods() -> None:
+    assert set(COMPRESSORS) == set(tagc.compressors.COMPRESSORS)
 
 
 def test_without_overrides_the_schemas_defaults_are_run() -> None:

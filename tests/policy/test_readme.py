@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from itertools import chain
+from pathlib import Path
 
 import pytest
+import torch
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from tagc.compressors import COMPRESSORS, BucketSpec
+from tagc.kernels import resolve_backend
 from tests.policy.compose import compose_config
 from tests.policy.sources import ROOT
 
@@ -32,7 +37,10 @@ def compose_command(arguments: list[str]) -> int:
     jobs = list(chain.from_iterable(BasicSweeper.split_arguments(parsed, None)))
     assert len(jobs) == 1 or {"-m", "--multirun"} & set(arguments), "several values without -m"
     for job in jobs:
-        compose_config(override for override in job if not override.startswith("hydra."))
+        config = compose_config(override for override in job if not override.startswith("hydra."))
+        spec = BucketSpec("unit", (("weight", 10**6),), config.cluster.ranks, 0, torch.device("meta"), seed=0)
+        method = COMPRESSORS[config.compressor.name](config.compressor, spec, resolve_backend("reference")[1])
+        assert method.explain_dense() is None, "an example that never compresses"
     return len(jobs)
 
 
@@ -55,6 +63,24 @@ def test_make_targets_exist(command: list[str]) -> None:
 @pytest.mark.parametrize("command", _commands("python"), ids=shlex.join)
 def test_run_commands_compose(command: list[str]) -> None:
     assert compose_command(command[2:]) >= 1
+
+
+TINY = "model.layers=1 model.width=48 model.heads=3 model.context=16 compressor.min_numel=512 trainer.max_steps=1"
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(
+    "command", [c for c in _commands("python") if not {"-m", "data=bin", "data=openwebtext"} & set(c)], ids=shlex.join
+)
+def test_run_commands_on_built_in_data_run(command: list[str], tmp_path: Path) -> None:
+    """As written, but for one step of a tiny model."""
+    changes = [*TINY.split(), "bandwidth=unlimited", "logging.wandb=disabled", f"hydra.run.dir={tmp_path}"]
+    kept = [word for word in command[2:] if word.split("=")[0] not in {change.split("=")[0] for change in changes}]
+    done = subprocess.run(
+        [sys.executable, "run.py", *kept, *changes], cwd=ROOT, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "summary.json").exists()
 
 
 def test_commands_are_found_and_a_sweep_is_expanded() -> None:
