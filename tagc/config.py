@@ -110,6 +110,7 @@ class TrainerConfig:
     param_dtype: str = "float32"  # parameters in forward, backward and all-gather: float32 | bfloat16
     reshard_after_forward: bool = True  # free gathered parameters between forward and backward
     activation_checkpointing: bool = False  # recompute each block's activations in backward
+    overlap: bool = True  # on the CPU, exchange gradients in a thread while backward goes on (CUDA always overlaps)
     compile: bool = False  # torch.compile every block
     eval_every: int = 50  # validate every so many steps (always at the end), >= 1
     timing_warmup_steps: int = 5  # first steps left out of iteration-time statistics, >= 0

@@ -49,6 +49,7 @@ class Bucket:
     name: str
     parameters: list[Columns]  # in FSDP's order
     slots: list[Slot]
+    is_reduced: bool = False  # in this step
     column_sums: Tensor | None = None  # per parameter, to find NaN and Inf; set by the step's reduction
 
 

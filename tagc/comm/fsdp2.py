@@ -21,7 +21,9 @@ from tagc.comm.stopwatch import Stopwatch
 class GradientReduceScatter(ReduceScatter):
     """Hands one unit's bucket to ``reduce`` and checks FSDP2's side of the contract."""
 
-    def __init__(self, unit: str, shard_numel: int, reduce: Callable[[Tensor, dist.ProcessGroup], Tensor]) -> None:
+    def __init__(
+        self, unit: str, shard_numel: int, reduce: Callable[[Tensor, Tensor, int, dist.ProcessGroup], None]
+    ) -> None:
         self._unit, self._shard_numel, self._reduce = unit, shard_numel, reduce
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -48,10 +50,7 @@ class GradientReduceScatter(ReduceScatter):
                 f"{ranks * self._shard_numel}: some of its parameters received no gradient in this step. Freeze them "
                 "before sharding, or call set_reduce_scatter_unused_params(True)"
             )
-        total = self._reduce(input_tensor.view(ranks, -1), group)
-        if op == dist.ReduceOp.AVG:
-            total = total / ranks
-        output_tensor.copy_(total)
+        self._reduce(input_tensor.view(ranks, -1), output_tensor, ranks if op == dist.ReduceOp.AVG else 1, group)
 
 
 class ParameterAllGather(AllGather):
@@ -67,7 +66,7 @@ class ParameterAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        with self._stopwatch.span("gather"):
+        with self._stopwatch.span("exposed"), self._stopwatch.span("gather"):
             self._exchange.all_gather(output_tensor, input_tensor, group, "param")
 
 

@@ -1,5 +1,8 @@
 """What happens to a unit's gradients between backward and the optimizer: encode, exchange, decode, once per step.
 
+On the CPU a communication thread does this while backward goes on (``trainer.overlap``); it is joined before clipping.
+On CUDA everything runs on FSDP2's reduce-scatter stream.
+
 One bucket per FSDP unit. The layer policy splits a bucket's columns into slots, each with its own compressor; all
 slots of a bucket travel in one exchange. After backward, :meth:`GradientSync.finish_step` gathers a few numbers per
 slot from all ranks in one small message: they carry the metrics, the check for NaN, the return of values that could
@@ -10,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tagc.comm.buckets import Bucket, Slot, build_bucket
@@ -63,6 +67,8 @@ class GradientSync:
         self._ranks, self._rank = self._group.size(), self._group.rank()
         self._step = 0
         self._fidelity: Tensor | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
         self.buckets: list[Bucket] = []
         if self._ranks == 1:
             return  # nobody to exchange with: FSDP2 calls no reduce-scatter
@@ -76,6 +82,10 @@ class GradientSync:
                 f"compressor.min_numel={config.compressor.min_numel} elements; legal: all, non_attention, or name "
                 "patterns such as '*.mlp.*|lm_head.*'"
             )
+        if config.trainer.overlap and device.type == "cpu":
+            _check_dtypes(units)
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradient-exchange")
+            self._thread_group = dist.new_group()  # the parameter all-gathers go on in the world's group meanwhile
         all_gather = ParameterAllGather(exchange, stopwatch)
         for (_, module), bucket in zip(units, self.buckets, strict=True):
             numel = sum(slot.numel for slot in bucket.slots)
@@ -112,12 +122,28 @@ class GradientSync:
             torch.zeros(4, dtype=torch.float64, device=self._device) if every and step % every == 0 else None
         )
         for bucket in self.buckets:
-            bucket.column_sums = None
+            bucket.column_sums, bucket.is_reduced = None, False
 
-    def _reduce(self, bucket: Bucket, gradient_WS: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Sum one bucket's gradients over ranks: [W, S] -> [S]."""
-        if bucket.column_sums is not None:
+    def _reduce(
+        self, bucket: Bucket, gradient_WS: Tensor, output_S: Tensor, divisor: int, group: dist.ProcessGroup
+    ) -> None:
+        """Reduce one bucket over ranks, [W, S] -> [S]: now, or in the communication thread until the step is closed.
+
+        FSDP2 takes views of ``output_S`` for the sharded gradients and reads them no earlier than the optimizer.
+        """
+        if bucket.is_reduced:
             raise RuntimeError(f"unit {bucket.name} was reduced twice in step {self._step}; use one reduction per step")
+        bucket.is_reduced = True
+        if self._thread is not None and self._fidelity is None:
+            work = partial(self._reduce_now, bucket, gradient_WS, output_S, divisor, self._thread_group)
+            self._pending.append(self._thread.submit(work))
+            return
+        with self.stopwatch.span("exposed"):
+            self._reduce_now(bucket, gradient_WS, output_S, divisor, group)
+
+    def _reduce_now(
+        self, bucket: Bucket, gradient_WS: Tensor, output_S: Tensor, divisor: int, group: dist.ProcessGroup
+    ) -> None:
         with self.stopwatch.span("encode"):
             bucket.column_sums = torch.stack([gradient_WS[:, part].sum() for _, part in bucket.parameters])
         dense_S = self._reduce_dense(gradient_WS, group) if self._fidelity is not None else None
@@ -126,14 +152,14 @@ class GradientSync:
         with self.stopwatch.span("exchange"):
             received = iter(self.exchange.reduce_scatter([part for parts in payloads for part in parts], group))
         with self.stopwatch.span("decode"):
-            total_S = gradient_WS.new_empty(gradient_WS.shape[1])
             for slot, parts in zip(bucket.slots, payloads, strict=True):
-                slot.put(total_S, slot.compressor.decode([next(received) for _ in parts], self._step))
+                slot.put(output_S, slot.compressor.decode([next(received) for _ in parts], self._step))
+            if divisor != 1:
+                output_S /= divisor
         if dense_S is not None and self._fidelity is not None:
             with self.stopwatch.span("diagnostic"):
-                a, b = total_S.double(), dense_S.double()
+                a, b = output_S.double(), dense_S.double() / divisor
                 self._fidelity += torch.stack([a.dot(b), a.dot(a), b.dot(b), (a - b).square().sum()])
-        return total_S
 
     def _reduce_dense(self, gradient_WS: Tensor, group: dist.ProcessGroup) -> Tensor:
         with self.stopwatch.span("diagnostic"):
@@ -145,6 +171,10 @@ class GradientSync:
         Errors: ``UserError`` on every rank, before anything is updated, if a gradient is NaN or Inf.
         """
         slots = [slot for slot in self._slots() if slot.compressor.follows_layer_policy]
+        with self.stopwatch.span("exposed"):
+            for work in self._pending:
+                work.result()
+            self._pending.clear()
         numbers = self._gather_numbers(slots, loss)
         self._check_finite(numbers["column_sums"])
         stats_RSF = numbers["stats"].view(self._ranks, len(slots), len(_STATS))
@@ -173,7 +203,7 @@ class GradientSync:
             "column_sums": torch.cat([missing.new_zeros(0), *sums]),
         }
         own = torch.cat([part.to(torch.float64) for part in parts.values()])
-        with self.stopwatch.span("exchange"):
+        with self.stopwatch.span("exposed"), self.stopwatch.span("exchange"):
             gathered = self.exchange.gather_numbers(own, self._group).cpu()
         split = gathered.split([part.numel() for part in parts.values()], dim=1)
         return dict(zip(parts, split, strict=True))
@@ -201,11 +231,23 @@ class GradientSync:
             message = own.new_full((most,), -1, dtype=torch.int32)
             message[: own.numel()] = own
             gathered = message.new_empty(self._ranks * most)
-            with self.stopwatch.span("exchange"):
+            with self.stopwatch.span("exposed"), self.stopwatch.span("exchange"):
                 self.exchange.all_gather(gathered, message, self._group, "return")
-            with self.stopwatch.span("decode"):
+            with self.stopwatch.span("exposed"), self.stopwatch.span("decode"):
                 for owner, positions in enumerate(gathered.view(self._ranks, most).long()):
                     slot.compressor.restore(owner, positions[positions >= 0])
+
+
+def _check_dtypes(units: Sequence[tuple[str, FSDPModule]]) -> None:
+    """FSDP2 casts a reduced gradient to its parameter's dtype at once, before a thread could have filled it."""
+    for name, module in units:
+        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+            if parameter.dtype != torch.float32:
+                raise UserError(
+                    f"trainer.overlap=true needs float32 parameters to reduce in a thread, but unit {name} holds "
+                    f"{parameter.dtype}; set trainer.overlap=false, or keep the parameters in float32 "
+                    "(trainer.param_dtype may still be bfloat16)"
+                )
 
 
 def nonfinite_message(step: int, parameters: Sequence[str], ranks: Sequence[int]) -> str:

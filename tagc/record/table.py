@@ -70,7 +70,12 @@ def _link(summary: Summary) -> str:
 
 
 def _phases(summary: Summary) -> str:
-    names = ("compute", "encode", "exchange", "decode")
+    names = {"compute": "compute", "exposed_comm": "exposed communication"}
+    return "  ".join(f"{label} {_milliseconds(summary.get(f'{name}_ms_median'))}" for name, label in names.items())
+
+
+def _busy(summary: Summary) -> str:
+    names = ("encode", "exchange", "decode")
     return "  ".join(f"{name} {_milliseconds(summary.get(f'{name}_ms_median'))}" for name in names)
 
 
@@ -87,6 +92,7 @@ ONE_RUN: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("steps (timed)", lambda s: f"{s.get('steps', MISSING)} ({s.get('timed_steps', MISSING)})"),
     ("iteration ms, median (p20-p80)", lambda s: f"{_median(s)} ({_spread(s)})"),
     ("of which ms, medians", _phases),
+    ("busy ms, may overlap", _busy),
     ("tokens per second", lambda s: _format(s.get("tokens_per_s"), lambda rate: f"{rate:,.0f}")),
     ("gradient bytes per step", _wire("grad_")),
     ("  values", _wire("value_")),

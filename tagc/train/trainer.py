@@ -183,19 +183,22 @@ class Trainer:
         return (total[0] / total[1]).item()
 
     def _split_time(self, elapsed_ms: float) -> dict[str, float]:
-        """The step's time by part. On the CPU the parts run one after another and compute is what is left."""
+        """Where the step's time went. Busy times may overlap; ``exposed_comm_ms`` is what computation waited for.
+
+        On the CPU, iteration = compute + exposed communication. On CUDA host time says nothing about either.
+        """
         spans = self.stopwatch.take()
-        iteration_ms = elapsed_ms - spans.pop("diagnostic", 0.0)
-        exchange_ms = spans.get("exchange", 0.0) + spans.get("gather", 0.0)
+        diagnostic_ms = spans.get("diagnostic", 0.0)
         row = {
-            "iteration_ms": iteration_ms,
+            "iteration_ms": elapsed_ms - diagnostic_ms,
             "encode_ms": spans.get("encode", 0.0),
-            "exchange_ms": exchange_ms,
+            "exchange_ms": spans.get("exchange", 0.0) + spans.get("gather", 0.0),
             "gather_ms": spans.get("gather", 0.0),  # the part of exchange_ms that gathers parameters
             "decode_ms": spans.get("decode", 0.0),
         }
         if self.device.type == "cpu":
-            row["compute_ms"] = iteration_ms - row["encode_ms"] - exchange_ms - row["decode_ms"]
+            row["exposed_comm_ms"] = spans.get("exposed", 0.0) - diagnostic_ms
+            row["compute_ms"] = row["iteration_ms"] - row["exposed_comm_ms"]
         return row
 
     def _count_bytes(self) -> dict[str, int]:

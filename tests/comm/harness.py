@@ -37,12 +37,12 @@ def tiny_config(name: str = "tagc", ranks: int = 2, **compressor: Any) -> Config
 class TinyRun:
     """One rank's model, exchange and optimizer. ``plain`` leaves FSDP2's own collectives in place."""
 
-    def __init__(self, config: Config, plain: bool = False) -> None:
+    def __init__(self, config: Config, plain: bool = False, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
         self.config, self.rank, self.ranks = config, dist.get_rank(), dist.get_world_size()
         device = torch.device("cpu")
         with torch.device("meta"):
-            self.model = GPT(config.model, VOCAB)
+            self.model = GPT(config.model, VOCAB).to(dtype)
         units = shard_model(self.model, config.trainer, init_device_mesh("cpu", (self.ranks,)))
         materialize(self.model, config.seed, device)
         self.exchange = Exchange(PacedLink(None), device)

@@ -149,6 +149,28 @@ def test_accumulation_reduces_once(name, accumulation):
         assert_same(several["gradients"], once["gradients"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["fsdp", "tagc2"])
+def test_the_communication_thread_changes_no_bit(name):
+    results = []
+    for overlap in (True, False):
+        config = tiny_config(name, 3)
+        config.logging.fidelity_every = 0
+        config.trainer.overlap = overlap
+        results.append(run_ranks(train, 3, config)[0])
+    assert results[0]["losses"] == results[1]["losses"]
+    assert_same(results[0]["parameters"], results[1]["parameters"])
+    assert results[0]["traffic"] == results[1]["traffic"]
+
+
+def shard_bf16(rank):
+    with pytest.raises(UserError, match=r"trainer.overlap=true needs float32 .* holds torch.bfloat16"):
+        TinyRun(tiny_config("fsdp"), dtype=torch.bfloat16)
+
+
+def test_a_thread_cannot_fill_gradients_that_fsdp_casts_at_once():
+    run_ranks(shard_bf16, 2)
+
+
 def reduce_twice(rank):
     run = TinyRun(tiny_config("fsdp"))
     run.sync.begin_step(0)
