@@ -20,6 +20,13 @@ def code_bytes(numel: int, bits: int) -> int:
     return bitmap_bytes(numel * bits)
 
 
+def block_count(numel: int, block: int) -> int:
+    """K, scales of ``numel`` elements. Errors: ``ValueError`` for more elements than an int32 can count."""
+    if numel > torch.iinfo(torch.int32).max:
+        raise ValueError(f"{numel} elements in one shard are more than an int32 can count; shard over more ranks")
+    return -(-numel // block)
+
+
 def largest_code(bits: int) -> int:
     """The largest code, 127 or 7; the smallest is its negative, so that zero and signs are exact."""
     return (1 << (bits - 1)) - 1
@@ -27,8 +34,8 @@ def largest_code(bits: int) -> int:
 
 def _cut_blocks(x: Tensor, block: int) -> Tensor:
     """[..., N] -> [..., K, block], the last block filled with zeros."""
-    blocks = -(-x.shape[-1] // block)
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (blocks, block))
+    blocks = block_count(x.shape[-1], block)
+    return torch.nn.functional.pad(x, (0, blocks * block - x.shape[-1])).unflatten(-1, (blocks, block))
 
 
 def quantize_blocks(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:

@@ -82,11 +82,11 @@ def test_one_rank_trains_without_an_exchange():
         assert sum(sum(step.values()) for step in result["traffic"]) == 0
 
 
-@pytest.mark.parametrize("name", ["noop", "fsdp", "bf16", "lhc", "tagc", "tagc2"])
+@pytest.mark.parametrize("name", ["noop", "fsdp", "bf16", "lhc", "tagc", "tagc2", "packed", "int8", "int4"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_counted_bytes_equal_the_closed_form(name, ranks):
     config = tiny_config(name, ranks)
-    config.compressor.value_dtype = "bfloat16" if name == "tagc2" else "float32"
+    config.compressor.value_dtype = "bfloat16" if name in ("tagc2", "packed") else "float32"
     if name == "lhc":
         config.compressor.sparsity, config.compressor.layers = 0.0, "all"
     for result in run_ranks(train, ranks, config):
@@ -233,6 +233,24 @@ def test_tagc2_learns_almost_like_fsdp(ranks):
     assert report.metrics["sketch_buckets"] >= 2
     assert dense[-1] < dense[0] - 0.5
     assert sparse[-1] - dense[-1] < 0.5 * (dense[0] - dense[-1])
+
+
+@pytest.mark.parametrize("name", ["packed", "int8"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_not_hashed_learns_like_fsdp_too(name, ranks):
+    config = tiny_config(name, ranks)
+    config.compressor.value_dtype = "bfloat16"
+    dense = run_ranks(train_long, ranks, tiny_config("fsdp", ranks))[0][0]
+    ours, report = run_ranks(train_long, ranks, config)[0]
+    assert dense[-1] < dense[0] - 0.5
+    if name == "packed":
+        assert report.metrics["sketch_buckets"] == 4
+        assert report.metrics["achieved_sparsity"] == pytest.approx(0.8, abs=0.01)
+        assert report.metrics["union_density"] == pytest.approx(1 - 0.8**ranks, abs=0.1)
+        assert ours[-1] - dense[-1] < 0.3 * (dense[0] - dense[-1])
+    else:
+        assert report.metrics["residual_norm"] > 0
+        assert ours[-1] == pytest.approx(dense[-1], rel=0.02)
 
 
 def test_fidelity_compares_with_the_dense_mean():
