@@ -19,7 +19,6 @@ from tagc.compressors.residual import ResidualCompressor
 from tagc.compressors.threshold import choose_threshold
 from tagc.config import CompressorConfig
 
-
 RAISE = 1.1  # the factor on the threshold of a shard after a step that filled its room
 
 

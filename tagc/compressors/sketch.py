@@ -143,7 +143,7 @@ class Sketch(Compressor):
         self.stats.kept, self.stats.densest = kept_W.sum(), kept_W.max()
         torch.sub(x, wire, out=self.carry_WN)  # the rounding of a bf16 wire, else zero
         self.owed_WB.fill_(255)
-        self.stats.residual_squared = self.carry_WN.square().sum()
+        self.stats.residual_squared = self.carry_WN.float().square().sum()
         return [Part(wire, "sum", "value")]
 
     def _threshold(self, gradient_WN: Tensor, step: int) -> tuple[Tensor, float]:

@@ -235,22 +235,23 @@ def test_tagc2_learns_almost_like_fsdp(ranks):
     assert sparse[-1] - dense[-1] < 0.5 * (dense[0] - dense[-1])
 
 
-@pytest.mark.parametrize("name", ["packed", "int8"])
+def train_each(rank, configs):
+    return [train_long(rank, config) for config in configs]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_not_hashed_learns_like_fsdp_too(name, ranks):
-    config = tiny_config(name, ranks)
-    config.compressor.value_dtype = "bfloat16"
-    dense = run_ranks(train_long, ranks, tiny_config("fsdp", ranks))[0][0]
-    ours, report = run_ranks(train_long, ranks, config)[0]
+def test_packed_and_int8_learn_like_fsdp(ranks):
+    configs = [tiny_config(name, ranks) for name in ("fsdp", "packed", "int8")]
+    for config in configs:
+        config.compressor.value_dtype = "bfloat16"
+    (dense, _), (packed, report), (int8, _) = run_ranks(train_each, ranks, configs)[0]
     assert dense[-1] < dense[0] - 0.5
-    if name == "packed":
-        assert report.metrics["sketch_buckets"] == 4
-        assert report.metrics["achieved_sparsity"] == pytest.approx(0.8, abs=0.01)
-        assert report.metrics["union_density"] == pytest.approx(1 - 0.8**ranks, abs=0.1)
-        assert ours[-1] - dense[-1] < 0.3 * (dense[0] - dense[-1])
-    else:
-        assert report.metrics["residual_norm"] > 0
-        assert ours[-1] == pytest.approx(dense[-1], rel=0.02)
+    assert packed[-1] - dense[-1] < 0.2 * (dense[0] - dense[-1])  # measured: 0.12 and 0.08
+    assert int8[-1] == pytest.approx(dense[-1], rel=0.01)  # measured: 0.001
+    assert report.metrics["sketch_buckets"] == 4
+    # Half of the tokens never occur: one shard of the embedding has less than a fifth to send.
+    assert 0.79 < report.metrics["achieved_sparsity"] < 0.83
+    assert 0.18 < report.metrics["union_density"] < 1 - 0.8**ranks
 
 
 def test_fidelity_compares_with_the_dense_mean():

@@ -110,8 +110,3 @@ def test_dense_warm_up_keeps_its_rounding_only_with_feedback(feedback):
     assert total_residual(compressors).any() == feedback
     kept = sums + total_residual(compressors)
     torch.testing.assert_close(kept, gradients.sum(dim=0), rtol=0, atol=1e-6 if feedback else 0.05)
-
-
-def test_the_residual_s_memory_is_reported():
-    for dtype, item in (("float32", 4), ("bfloat16", 2)):
-        assert make_compressors("int4", 3, 5003, residual_dtype=dtype)[0].residual_bytes == 3 * 5003 * item

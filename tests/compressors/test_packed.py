@@ -149,13 +149,3 @@ def test_larger_than_dense_is_sent_dense():
         assert ("compressor.capacity_slack" in reason) if is_dense else (reason is None)
         nbytes = sum(compressors[0].expected_bytes(0).values())
         assert run_step(compressors, integer_gradients(2, 5003), 0)[1] == nbytes
-
-
-def test_the_residual_s_memory_is_reported():
-    for dtype, item in (("float32", 4), ("bfloat16", 2)):
-        compressor = make_compressors("packed", 3, 5003, residual_dtype=dtype)[0]
-        assert compressor.residual_bytes == 3 * 5003 * item
-        assert all(part.dtype == torch.float32 for part in compressor.residuals().values())
-    sketch = make_compressors("tagc", 3, 5003, residual_dtype="bfloat16")[0]
-    assert sketch.residual_bytes == 3 * (5003 * 2 + math.ceil(5003 / 8))
-    assert make_compressors("fsdp", 3, 5003)[0].residual_bytes == 0
