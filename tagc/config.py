@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tagc.errors import UserError
 
-COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2")
+COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2", "packed", "int8", "int4")
 THRESHOLDS = ("sampled", "exact", "lognormal")
 DTYPES = ("float32", "bfloat16")
 
@@ -53,14 +53,17 @@ class CompressorConfig:
     min_numel: int = 16384  # parameters with fewer elements stay dense
     sparsity: float = 0.8  # share of each bucket that is not sent, in [0, 1)
     ratio: float = 2.0  # compressed elements per sketch cell, in (0, 64]
-    value_dtype: str = "bfloat16"  # dtype of sketch cells on the wire: float32 | bfloat16
+    value_dtype: str = "bfloat16"  # dtype of cells, packed values and dense steps on the wire: float32 | bfloat16
+    capacity_slack: float = 1.1  # room of a packed message over the target density, >= 1; the rest waits a step
+    block: int = 256  # elements that share one scale of int8 and int4, >= 8
     threshold: str = "sampled"  # sampled | exact | lognormal (TAGC's model of the gradient)
     threshold_sample: int = 65536  # elements drawn per shard by the sampled estimator, >= 256
     error_feedback: bool = True  # keep what is not sent and add it to the next gradient
+    residual_dtype: str = "float32"  # dtype the residual is stored in: float32 | bfloat16 (half the memory, rounds)
     residual_decay: float = 1.0  # the old residual is scaled by this each step, in [0, 1]
     warmup_steps: int = 0  # first steps sent dense, >= 0
     estimate_unresolved: bool = False  # use the median of the three cells (LHC) instead of returning to the sender
-    dense_fallback: bool = True  # send a bucket dense when its sketch is overloaded or would be larger than dense
+    dense_fallback: bool = True  # send a bucket dense when its sketch is overloaded or its message would be larger
     max_load: float = 0.75  # union elements per sketch cell above which a bucket goes dense, in (0, 0.8]
     retry_steps: int = 50  # a bucket that went dense is tried again after this many steps, >= 1
 
@@ -169,6 +172,9 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "compressor.sparsity", 0 <= k.sparsity < 1, "a share in [0, 1): at 1 nothing would be sent"
     yield "compressor.ratio", 0 < k.ratio <= 64, "a number in (0, 64]"
     yield "compressor.value_dtype", k.value_dtype in DTYPES, "one of " + ", ".join(DTYPES)
+    yield "compressor.capacity_slack", k.capacity_slack >= 1, "a factor >= 1"
+    yield "compressor.block", k.block >= 8, "an integer >= 8"
+    yield "compressor.residual_dtype", k.residual_dtype in DTYPES, "one of " + ", ".join(DTYPES)
     yield "compressor.threshold", k.threshold in THRESHOLDS, "one of " + ", ".join(THRESHOLDS)
     yield "compressor.threshold_sample", k.threshold_sample >= 256, "an integer >= 256"
     yield "compressor.residual_decay", 0 <= k.residual_decay <= 1, "a factor in [0, 1]"

@@ -52,8 +52,9 @@ class Exchange:
     ) -> list[Tensor]:
         """Send row w of every part to rank w and reduce what arrives; all parts and shards travel at once.
 
-        Returns one tensor per part without the W dimension: fp32 for "sum" (on gloo added in rank order), uint8 for
-        "or". A diagnostic exchange is neither counted nor paced. Errors: ``ValueError`` for a part of another shape.
+        Returns one tensor per part: without the W dimension fp32 for "sum" (on gloo added in rank order) and uint8 for
+        "or", and [W, ...] for "stack". A diagnostic exchange is neither counted nor paced. Errors: ``ValueError`` for a
+        part of another shape.
         """
         if not parts:
             return []
@@ -151,6 +152,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _reduce_rows(rows_WN: Tensor, part: Part) -> Tensor:
     if part.reduce == "or":
         return or_bitmaps(rows_WN)
+    if part.reduce == "stack":
+        return rows_WN
     total = rows_WN[0].to(torch.float32, copy=True)
     for row in rows_WN[1:]:
         total += row

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tagc.compressors.base import BucketSpec, BucketStats, Compressor, Kind, Part
+from tagc.compressors.blocks import Int4, Int8
 from tagc.compressors.dense import Dense, DenseBf16, Noop
+from tagc.compressors.packed import Packed
 from tagc.compressors.sketch import Sketch
 
 COMPRESSORS: dict[str, type[Compressor]] = {
@@ -13,6 +15,9 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "lhc": Sketch,
     "tagc": Sketch,
     "tagc2": Sketch,
+    "packed": Packed,
+    "int8": Int8,
+    "int4": Int4,
 }
 
 __all__ = ["COMPRESSORS", "BucketSpec", "BucketStats", "Compressor", "Dense", "Kind", "Part"]

@@ -1,8 +1,8 @@
 """The contract of a compressor.
 
 ``encode`` turns a bucket of gradients into a payload: tensors in sending order, each with the exchange it needs.
-``decode`` turns what arrived into the summed shard. Neither communicates. What arrived is already reduced: values are
-added in fp32, indices are OR-ed.
+``decode`` turns what arrived into the summed shard. Neither communicates. What arrived is already reduced as each part
+asks: added in fp32, OR-ed, or only stacked.
 
 Shape letters: W ranks, N elements of one shard, B bytes.
 """
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -39,13 +40,24 @@ class BucketSpec:
         """N, elements of one shard, padding included."""
         return sum(numel for _, numel in self.parameters)
 
+    @property
+    def own_seed(self) -> int:
+        """A seed that differs between buckets and is the same on every rank."""
+        return crc32(f"{self.seed}/{self.name}".encode())
+
+    def split_parameters(self, values_WN: Tensor) -> dict[str, Tensor]:
+        """Cut a tensor of the bucket's shape into views by parameter name."""
+        parts = values_WN.split([numel for _, numel in self.parameters], dim=1)
+        return {name: part for (name, _), part in zip(self.parameters, parts, strict=True)}
+
 
 @dataclass(frozen=True)
 class Part:
     """One tensor to send: row w goes to rank w, and what a rank receives is reduced over the senders."""
 
     tensor: Tensor  # [W, ...], contiguous
-    reduce: Literal["sum", "or"]  # sum: added in fp32 in rank order; or: bitwise, uint8
+    # sum: added in fp32 in rank order; or: bitwise, uint8; stack: not reduced, row w is what rank w sent
+    reduce: Literal["sum", "or", "stack"]
     kind: Kind
 
 
@@ -77,7 +89,10 @@ class Compressor(ABC):
 
     @abstractmethod
     def decode(self, received: Sequence[Tensor], step: int) -> Tensor:
-        """Turn the reduced parts (in payload order, without the W dimension) into the *sum* of the shard: fp32 [N]."""
+        """Turn the reduced parts into the *sum* of the shard: fp32 [N].
+
+        received: in payload order, without the W dimension unless the part is only stacked.
+        """
 
     @abstractmethod
     def expected_bytes(self, step: int) -> dict[Kind, int]:
@@ -106,3 +121,8 @@ class Compressor(ABC):
     def residuals(self) -> dict[str, Tensor]:
         """Residual by parameter name: float32 [W, padded shard elements], a copy. Empty if none."""
         return {}
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory that this bucket's residual takes on this rank."""
+        return 0

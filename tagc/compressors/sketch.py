@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import ModuleType
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from tagc.codec.bitmap import bitmap_bytes, pack_bits, unpack_bits
 from tagc.codec.hashing import HashTable, build_hash_table, plan_layout
 from tagc.compressors.base import BucketSpec, BucketStats, Compressor, Kind, Part
 from tagc.compressors.dense import dense_bytes
+from tagc.compressors.threshold import choose_threshold
 from tagc.config import CompressorConfig
 
 HASH_SEEDS = 8  # hash tables used in turn, so that no pair of rows collides at every step
@@ -35,9 +35,10 @@ class Sketch(Compressor):
         self.wire_dtype = getattr(torch, config.value_dtype)
         self.layout = plan_layout(spec.numel, config.ratio)
         # The residual is carry where owed; see tagc/kernels/reference.py.
-        self.carry_WN = torch.zeros(spec.ranks, spec.numel, device=spec.device)
+        carry_dtype = getattr(torch, config.residual_dtype)
+        self.carry_WN = torch.zeros(spec.ranks, spec.numel, device=spec.device, dtype=carry_dtype)
         self.owed_WB = torch.zeros(spec.ranks, bitmap_bytes(spec.numel), dtype=torch.uint8, device=spec.device)
-        self._seed = crc32(f"{spec.seed}/{spec.name}".encode())
+        self._seed = spec.own_seed
         self._dense_until: float = config.warmup_steps
         self._unresolved_B: Tensor | None = None
         if config.dense_fallback:
@@ -142,23 +143,16 @@ class Sketch(Compressor):
         self.stats.kept, self.stats.densest = kept_W.sum(), kept_W.max()
         torch.sub(x, wire, out=self.carry_WN)  # the rounding of a bf16 wire, else zero
         self.owed_WB.fill_(255 if self.config.error_feedback else 0)
-        self.stats.residual_squared = self.carry_WN.square().sum()
+        self.stats.residual_squared = self.carry_WN.float().square().sum()
         return [Part(wire, "sum", "value")]
 
     def _threshold(self, gradient_WN: Tensor, step: int) -> tuple[Tensor, float]:
         """The threshold of each shard, and the residual's factor that is left for the encoder to apply."""
-        density = 1 - self.config.sparsity
-        if density == 1:
+        if self.config.sparsity == 0:
             return gradient_WN.new_zeros(1), self.config.residual_decay
         x = self._add_residual(gradient_WN)
-        if self.config.threshold == "exact":
-            threshold_W1 = self.kernels.threshold_exact(x, density)
-        elif self.config.threshold == "lognormal":
-            threshold_W1 = self.kernels.threshold_lognormal(x, density)
-        else:
-            generator = torch.Generator().manual_seed(self._seed + step)
-            threshold_W1 = self.kernels.threshold_sampled(x, density, self.config.threshold_sample, generator)
-        return threshold_W1, 0.0  # the gradient's memory holds the sum already
+        # The gradient's memory holds the sum already.
+        return choose_threshold(x, self.config, self.spec, step, self.kernels), 0.0
 
     def _table(self, step: int) -> HashTable:
         seed = self.spec.seed * HASH_SEEDS + step % HASH_SEEDS  # of no bucket's own: equal shapes share their tables
@@ -198,5 +192,8 @@ class Sketch(Compressor):
 
     def residuals(self) -> dict[str, Tensor]:
         residual_WN = torch.where(unpack_bits(self.owed_WB, self.spec.numel), self.carry_WN, 0.0)
-        parts = residual_WN.split([numel for _, numel in self.spec.parameters], dim=1)
-        return {name: part for (name, _), part in zip(self.spec.parameters, parts, strict=True)}
+        return self.spec.split_parameters(residual_WN.float())
+
+    @property
+    def residual_bytes(self) -> int:
+        return self.carry_WN.nbytes + self.owed_WB.nbytes

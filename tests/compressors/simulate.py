@@ -36,12 +36,13 @@ def run_step(compressors: list[Compressor], gradients: Tensor, step: int) -> tup
     ranks = len(compressors)
     payloads = [c.encode(gradients[rank].clone(), step) for rank, c in enumerate(compressors)]
     sent_bytes = sum(part.tensor.nbytes // ranks * (ranks - 1) for part in payloads[0])
+    reduce_rows = {"or": or_bitmaps, "sum": lambda rows: rows.float().sum(dim=0), "stack": lambda rows: rows}
     sums = []
     for owner, compressor in enumerate(compressors):
         received = []
         for parts in zip(*payloads, strict=True):
             rows = torch.stack([part.tensor[owner] for part in parts])
-            received.append(or_bitmaps(rows) if parts[0].reduce == "or" else rows.float().sum(dim=0))
+            received.append(reduce_rows[parts[0].reduce](rows))
         sums.append(compressor.decode(received, step))
     for owner, compressor in enumerate(compressors):
         positions = compressor.unresolved_positions()
