@@ -179,7 +179,7 @@ class GradientSync:
         self._check_finite(numbers["column_sums"])
         stats_RSF = numbers["stats"].view(self._ranks, len(slots), len(_STATS))
         self._send_returns(slots, stats_RSF[..., _STATS.index("unresolved")])
-        report = StepReport(numbers["loss"].mean().item(), _summarise_slots(slots, stats_RSF))
+        report = StepReport(numbers["loss"].mean().item(), _summarise_slots(slots, stats_RSF, self._step))
         if self._fidelity is not None:
             dot, decoded, dense, error = numbers["fidelity"].sum(0).tolist()
             report.metrics["fidelity_cosine"] = dot / math.sqrt(decoded * dense) if decoded and dense else None
@@ -260,23 +260,24 @@ def nonfinite_message(step: int, parameters: Sequence[str], ranks: Sequence[int]
     )
 
 
-def _summarise_slots(slots: Sequence[Slot], stats_RSF: Tensor) -> dict[str, float | int | None]:
-    """Metrics over all ranks and all slots that sent a sketch."""
+def _summarise_slots(slots: Sequence[Slot], stats_RSF: Tensor, step: int) -> dict[str, float | int | None]:
+    """Metrics over all ranks. Shares are those of the buckets that went compressed; None where nothing was measured."""
     kept_S, _, union_S, peers_S, unresolved_S, residual_S = stats_RSF.sum(0).unbind(-1)
-    sketched = ~union_S.isnan()
+    compressed = torch.tensor([not slot.compressor.is_dense(step) for slot in slots], dtype=torch.bool)
+    sparse = compressed & ~union_S.isnan()  # a quantiser keeps everything and has no union
     ranks = stats_RSF.shape[0]
     metrics: dict[str, float | int | None] = {
-        "sketch_buckets": int(sketched.sum()),
-        "dense_buckets": int((~sketched).sum()),
+        "compressed_buckets": int(compressed.sum()),
+        "dense_buckets": len(slots) - int(compressed.sum()),
         "achieved_sparsity": None,
         "union_density": None,
         "peeled_frac": None,
         "residual_norm": residual_S.nansum().sqrt().item(),
     }
-    if sketched.any():
-        shard_S = torch.tensor([slot.numel for slot in slots], dtype=torch.float64)[sketched]
-        metrics["achieved_sparsity"] = 1 - (kept_S[sketched].sum() / (shard_S.sum() * ranks**2)).item()
-        metrics["union_density"] = (union_S[sketched].sum() / (shard_S.sum() * ranks)).item()
-        peers = peers_S[sketched].sum().item()
-        metrics["peeled_frac"] = 1 - unresolved_S[sketched].sum().item() / peers if peers else 1.0
+    if sparse.any():
+        shard_S = torch.tensor([slot.numel for slot in slots], dtype=torch.float64)[sparse]
+        metrics["achieved_sparsity"] = 1 - (kept_S[sparse].sum() / (shard_S.sum() * ranks**2)).item()
+        metrics["union_density"] = (union_S[sparse].sum() / (shard_S.sum() * ranks)).item()
+        peers = peers_S[sparse].sum().item()
+        metrics["peeled_frac"] = 1 - unresolved_S[sparse].sum().item() / peers if peers else None
     return metrics

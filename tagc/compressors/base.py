@@ -114,6 +114,10 @@ class Compressor(ABC):
         """
         return None
 
+    def is_dense(self, step: int) -> bool:
+        """Whether the bucket travels dense at ``step``; the same on every rank. To be asked before :meth:`adapt`."""
+        return False
+
     def explain_dense(self) -> str | None:
         """Why this configuration always sends the bucket dense, for the log; None if it does not."""
         return None

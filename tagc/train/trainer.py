@@ -104,6 +104,8 @@ class Trainer:
             return
         for line in format_policy(describe_policy(self.sync.buckets)):
             logger.info("%s", line)
+        residual_bytes = sum(slot.compressor.residual_bytes for bucket in self.sync.buckets for slot in bucket.slots)
+        logger.info("residuals take %.2f MB on each rank", residual_bytes / 1e6)
         for line in self.sync.explain_dense():
             logger.warning("%s", line)
 

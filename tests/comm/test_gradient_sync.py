@@ -69,7 +69,7 @@ def test_tagc_that_sends_everything_is_dense(ranks):
     config = tiny_config("tagc", ranks, sparsity=0.0, ratio=0.5, threshold="exact", dense_fallback=False)
     ours = run_ranks(train, ranks, config)[0]
     plain = run_ranks(train, ranks, tiny_config("fsdp", ranks), True)[0]
-    assert ours["reports"][-1].metrics["sketch_buckets"] == 4
+    assert ours["reports"][-1].metrics["compressed_buckets"] == 4
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert_same(ours["gradients"], plain["gradients"], rtol=1e-4, atol=1e-6)
 
@@ -98,7 +98,7 @@ def test_counted_bytes_equal_the_closed_form(name, ranks):
 def test_lhc_sketches_what_fits():
     config = tiny_config("lhc", sparsity=0.0, ratio=0.5, layers="all", dense_fallback=False)
     for result in run_ranks(train, 2, config):
-        assert result["reports"][-1].metrics["sketch_buckets"] == 5
+        assert result["reports"][-1].metrics["compressed_buckets"] == 5
         assert result["reports"][-1].metrics["peeled_frac"] == 1.0
         sent = result["traffic"][-1]
         assert {kind: sent[kind] for kind in ("value", "index")} == result["expected"]
@@ -119,7 +119,7 @@ def test_tagc_works_with_every_way_to_shard(setting, ranks):
         setattr(getattr(config, section), key, value)
         results.append(run_ranks(train, ranks, config, False, 2, 2)[0])
     sparse, dense = results
-    assert sparse["reports"][-1].metrics["sketch_buckets"] > 0
+    assert sparse["reports"][-1].metrics["compressed_buckets"] > 0
     assert sparse["losses"] == pytest.approx(dense["losses"], rel=1e-3)
     assert_same(sparse["gradients"], dense["gradients"], rtol=1e-3, atol=1e-5)
 
@@ -282,7 +282,7 @@ def test_tagc2_learns_almost_like_fsdp(ranks):
     config.compressor.value_dtype = "bfloat16"
     dense = run_ranks(train_long, ranks, tiny_config("fsdp", ranks))[0][0]
     sparse, report = run_ranks(train_long, ranks, config)[0]
-    assert report.metrics["sketch_buckets"] >= 2
+    assert report.metrics["compressed_buckets"] >= 2
     assert dense[-1] < dense[0] - 0.5
     assert sparse[-1] - dense[-1] < 0.5 * (dense[0] - dense[-1])
 
@@ -300,7 +300,7 @@ def test_packed_and_int8_learn_like_fsdp(ranks):
     assert dense[-1] < dense[0] - 0.5
     assert packed[-1] - dense[-1] < 0.2 * (dense[0] - dense[-1])  # measured: 0.12 and 0.08
     assert int8[-1] == pytest.approx(dense[-1], rel=0.01)  # measured: 0.001
-    assert report.metrics["sketch_buckets"] == 4
+    assert report.metrics["compressed_buckets"] == 4
     # Half of the tokens never occur: one shard of the embedding has less than a fifth to send.
     assert 0.79 < report.metrics["achieved_sparsity"] < 0.83
     assert 0.18 < report.metrics["union_density"] < 1 - 0.8**ranks
