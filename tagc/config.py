@@ -53,6 +53,7 @@ class CompressorConfig:
     min_numel: int = 16384  # parameters with fewer elements stay dense
     sparsity: float = 0.8  # share of each bucket that is not sent, in [0, 1)
     ratio: float = 2.0  # compressed elements per sketch cell, in (0, 64]
+    adaptive_ratio: bool = True  # instead, let each bucket's ratio follow the measured union up to max_load
     value_dtype: str = "bfloat16"  # dtype of cells, packed values and dense steps on the wire: float32 | bfloat16
     capacity_slack: float = 1.1  # room of a packed message over the target density, >= 1; the rest waits a step
     block: int = 256  # elements that share one scale of int8 and int4, >= 8
@@ -64,7 +65,7 @@ class CompressorConfig:
     warmup_steps: int = 0  # first steps sent dense, >= 0
     estimate_unresolved: bool = False  # use the median of the three cells (LHC) instead of returning to the sender
     dense_fallback: bool = True  # send a bucket dense when its sketch is overloaded or its message would be larger
-    max_load: float = 0.75  # union elements per sketch cell above which a bucket goes dense, in (0, 0.8]
+    max_load: float = 0.65  # most elements per sketch cell, in (0, 0.8]: bf16 cells amplify rounding over 0.65
     retry_steps: int = 50  # a bucket that went dense is tried again after this many steps, >= 1
 
 

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from tagc.codec.bitmap import bitmap_bytes, pack_bits, unpack_bits
-from tagc.codec.hashing import HashTable, build_hash_table, plan_layout
+from tagc.codec.hashing import HashTable, SketchLayout, build_hash_table, plan_layout
 from tagc.compressors.base import BucketSpec, BucketStats, Compressor, Kind, Part
 from tagc.compressors.dense import dense_bytes
 from tagc.compressors.threshold import choose_threshold
 from tagc.config import CompressorConfig
 
+HEADROOM = 0.95  # of max_load, so that the union may vary a little from step to step
+HYSTERESIS = 1.2  # a sketch shrinks only if that saves a sixth: a new layout needs new tables
+GRID = 8  # ratios are powers of 2^(1/8), so that few different tables are built
 HASH_SEEDS = 8  # hash tables used in turn, so that no pair of rows collides at every step
 
 
@@ -34,6 +37,8 @@ class Sketch(Compressor):
         super().__init__(config, spec, kernels)
         self.wire_dtype = getattr(torch, config.value_dtype)
         self.layout = plan_layout(spec.numel, config.ratio)
+        if config.adaptive_ratio and config.sparsity > 0:
+            self.layout = self._fit_layout(self._estimate_union(1 - config.sparsity))
         # The residual is carry where owed; see tagc/kernels/reference.py.
         carry_dtype = getattr(torch, config.residual_dtype)
         self.carry_WN = torch.zeros(spec.ranks, spec.numel, device=spec.device, dtype=carry_dtype)
@@ -70,30 +75,44 @@ class Sketch(Compressor):
         )
 
     def adapt(self, step: int, densest: float, peers_union: float) -> str | None:
-        if not self.config.dense_fallback or self._dense_until == math.inf:
-            return None
-        if self.is_dense(step):  # decide whether to try the sketch at the next step
-            if step + 1 < self._dense_until:
+        was_dense = self.is_dense(step)
+        if was_dense:  # decide whether to try the sketch at the next step
+            if step + 1 < self._dense_until or self._dense_until == math.inf:
                 return None
-            load = self._estimate_load(min(densest / self.spec.numel, 1 - self.config.sparsity))
-        else:
-            load = peers_union / self.layout.sketch_numel
-        if not load > self.config.max_load:
+            peers_union = self._estimate_union(min(densest / self.spec.numel, 1 - self.config.sparsity))
+        if self.config.adaptive_ratio:
+            self._follow_union(peers_union)
+        load = peers_union / self.layout.sketch_numel
+        fits = load <= self.config.max_load and self._sketch_bytes() <= self._dense_bytes()
+        if fits or not self.config.dense_fallback:
             return None
-        held = "would hold" if self.is_dense(step) else "held"
-        is_retry = self.is_dense(step) and step >= max(1, self.config.warmup_steps)
         self._dense_until = step + 1 + self.config.retry_steps
-        if is_retry:
+        if was_dense and step >= max(1, self.config.warmup_steps):
             return None  # it was said when the bucket went dense
         return (
-            f"{self.spec.name}: its sketch {held} {load:.2f} elements per cell, over compressor.max_load="
-            f"{self.config.max_load}; dense for {self.config.retry_steps} steps"
+            f"{self.spec.name}: {peers_union / self.spec.numel:.1%} of a shard to sketch is {load:.2f} elements per "
+            f"cell (compressor.max_load={self.config.max_load}) in {self._sketch_bytes()} bytes ({self._dense_bytes()} "
+            f"dense); dense for {self.config.retry_steps} steps"
         )
 
     def _estimate_load(self, density: float) -> float:
-        """Expected union of the peers per cell, if ranks choose independently (an upper bound in practice)."""
-        union = 1 - (1 - density) ** (self.spec.ranks - 1)
-        return union * self.spec.numel / self.layout.sketch_numel
+        return self._estimate_union(density) / self.layout.sketch_numel
+
+    def _estimate_union(self, density: float) -> float:
+        """Expected union of the peers in one shard, if ranks choose independently (an upper bound in practice)."""
+        return (1 - (1 - density) ** (self.spec.ranks - 1)) * self.spec.numel
+
+    def _follow_union(self, peers_union: float) -> None:
+        """Shrink or grow the sketch to what the union needs. An overload returns values; room to spare costs bytes."""
+        fitting = self._fit_layout(peers_union)
+        overloaded = peers_union > self.config.max_load * self.layout.sketch_numel
+        if overloaded or fitting.sketch_numel * HYSTERESIS < self.layout.sketch_numel:
+            self.layout = fitting
+
+    def _fit_layout(self, peers_union: float) -> SketchLayout:
+        """The smallest sketch of the grid of ratios that holds the union a little below ``max_load``."""
+        ratio = HEADROOM * self.config.max_load * self.spec.numel / max(1.0, peers_union)
+        return plan_layout(self.spec.numel, 2 ** (math.floor(GRID * math.log2(min(ratio, 64.0))) / GRID))
 
     def _sketch_bytes(self) -> int:
         return (self.spec.ranks - 1) * (

@@ -26,7 +26,10 @@ def tiny_config(name: str = "tagc", ranks: int = 2, **compressor: Any) -> Config
     """A two-block model whose every matrix is large enough to be compressed."""
     config = Config(
         model=ModelConfig(layers=2, width=48, heads=3, context=16),
-        compressor=CompressorConfig(name=name, min_numel=512, value_dtype="float32", **compressor),
+        compressor=CompressorConfig(
+            **{"name": name, "min_numel": 512, "value_dtype": "float32", "adaptive_ratio": False, "max_load": 0.75}
+            | compressor
+        ),
         trainer=TrainerConfig(global_batch=12),
         logging=LoggingConfig(fidelity_every=1),
     )

@@ -15,7 +15,10 @@ from tagc.kernels import resolve_backend
 
 def make_compressors(name: str, ranks: int, numel: int, **config: Any) -> list[Compressor]:
     """One compressor per rank for a bucket of two parameters and ``numel`` elements per shard."""
-    settings = CompressorConfig(name=name, **{"value_dtype": "float32", "dense_fallback": False, **config})
+    settings = CompressorConfig(
+        name=name,
+        **{"value_dtype": "float32", "dense_fallback": False, "adaptive_ratio": False, "max_load": 0.75, **config},
+    )
     kernels = resolve_backend("reference")[1]
     parts = (("first", numel - numel // 3), ("second", numel // 3))
     return [

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tagc.codec.hashing import plan_layout
 from tests.compressors.simulate import integer_gradients, make_compressors, run_step, total_residual
 
 
@@ -201,3 +202,62 @@ class TestFallback:
             assert compressor.is_dense(step)
             assert compressor.adapt(step, densest=5003, peers_union=math.nan) is None
         assert not compressor.is_dense(2)
+
+
+class TestAdaptiveRatio:
+    """The sketch's size follows the union of the peers."""
+
+    @pytest.mark.parametrize(("ranks", "density"), [(2, 0.2), (4, 0.2), (8, 0.05)])
+    def test_the_load_stays_under_its_limit_and_nothing_is_lost(self, ranks, density):
+        numel = 20_011
+        compressors = make_compressors(
+            "tagc2", ranks, numel, adaptive_ratio=True, max_load=0.65, sparsity=1 - density, dense_fallback=True
+        )
+        applied, produced = torch.zeros(ranks, numel), torch.zeros(ranks, numel)
+        for step in range(5):
+            gradients = integer_gradients(ranks, numel, step)
+            sums, nbytes = run_step(compressors, gradients, step)
+            assert nbytes == sum(compressors[0].expected_bytes(step).values())
+            applied, produced = applied + sums, produced + gradients.sum(dim=0)
+            assert torch.equal(applied + total_residual(compressors), produced)
+            load = max(c.stats.peers_union.item() for c in compressors) / compressors[0].layout.sketch_numel
+            assert load <= 0.65
+            assert load > 0.5, "room to spare costs bytes"
+            self.adapt_all(compressors, step)
+
+    def test_correlated_ranks_get_a_smaller_sketch(self):
+        """All ranks choose the same positions: the union is the density, not what independence predicts."""
+        compressors = make_compressors("tagc2", 4, 20_011, adaptive_ratio=True, max_load=0.65, dense_fallback=True)
+        gradients = integer_gradients(1, 20_011)[0].expand(4, 4, -1)
+        sizes = []
+        for step in range(3):
+            run_step(compressors, gradients, step)
+            self.adapt_all(compressors, step)
+            sizes.append(compressors[0].layout.sketch_numel)
+        assert sizes[-1] < 0.6 * make_compressors("tagc2", 4, 20_011, adaptive_ratio=True)[0].layout.sketch_numel
+        assert compressors[0].stats.unresolved.item() == 0
+
+    def test_an_overload_grows_the_sketch_at_once_and_returns(self):
+        compressors = make_compressors("tagc2", 3, 20_011, adaptive_ratio=True, max_load=0.65, sparsity=0.95)
+        for compressor in compressors:
+            compressor.layout = plan_layout(20_011, 16.0)
+        gradients = integer_gradients(3, 20_011)
+        sums, _ = run_step(compressors, gradients, 0)
+        assert compressors[0].stats.unresolved.item() > 0
+        assert torch.equal(sums + total_residual(compressors), gradients.sum(dim=0))
+        self.adapt_all(compressors, 0)
+        run_step(compressors, gradients, 1)
+        assert compressors[0].stats.unresolved.item() == 0
+
+    def test_a_union_that_needs_more_than_dense_goes_dense(self):
+        compressor = make_compressors(
+            "tagc2", 8, 20_011, adaptive_ratio=True, max_load=0.65, value_dtype="bfloat16", dense_fallback=True
+        )[0]
+        assert compressor.is_dense(10**9)
+
+    @staticmethod
+    def adapt_all(compressors, step):
+        densest = max(c.stats.densest.item() for c in compressors)
+        peers_union = max(c.stats.peers_union.item() for c in compressors)
+        messages = {c.adapt(step, densest, peers_union) for c in compressors}
+        assert messages == {None}
