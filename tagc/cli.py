@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tagc.cli_errors import check_keys, explain
 from tagc.config import Config, from_omegaconf
+from tagc.errors import UserError
 from tagc.launch import FolderInUse, RunInterrupted, launch
 
 CONF_DIR = Path(__file__).parent.parent / "conf"
@@ -35,22 +38,32 @@ def to_config(composed: DictConfig) -> Config:
     Errors: ``UserError`` naming the key, the value and the remedy.
     """
     check_keys(composed)
+    for group in (item.name for item in fields(Config) if (CONF_DIR / item.name).is_dir()):
+        choice = HydraConfig.get().runtime.choices.get(group) if HydraConfig.initialized() else group
+        if not isinstance(choice, str) and group != "experiment":
+            raise UserError(f"{group}={choice}: choose exactly one option of conf/{group}/ (a sweep needs -m)")
     return from_omegaconf(composed)
 
 
 def launch_job(config: Config) -> None:
     """Run ``config`` in the folder that Hydra made for this job, and print the run's table."""
-    _show_log_lines()
-    summary = launch(config, Path(HydraConfig.get().runtime.output_dir))
+    with _log_lines_shown():
+        summary = launch(config, Path(HydraConfig.get().runtime.output_dir))
     _print_table([summary])
 
 
-def _show_log_lines() -> None:
+@contextlib.contextmanager
+def _log_lines_shown() -> Iterator[None]:
     """What the launcher itself says (making the data, setting an old record aside) goes to stdout; ranks log alone."""
     logger = logging.getLogger("tagc")
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler(sys.stdout))
-        logger.setLevel(logging.INFO)
+    level, handler = logger.level, logging.StreamHandler(sys.stdout)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _load_job(path: Path) -> dict[str, Any]:
@@ -63,7 +76,10 @@ def _load_job(path: Path) -> dict[str, Any]:
 def _print_table(summaries: list[dict[str, Any]]) -> None:
     from tagc.record import print_table  # brings torch; see tagc/launch.py
 
-    print_table(summaries)
+    try:
+        print_table(summaries)
+    except (OSError, SystemExit):  # a full disk or a closed pipe behind stdout; rich turns the latter into an exit
+        sys.stderr.write("the table could not be written to stdout; the summaries are in the run folders\n")
 
 
 def _explain(error: Exception) -> str | None:

@@ -120,7 +120,7 @@ def _explain_hydra(error: Exception, arguments: Iterable[str], conf_dir: Path) -
     text = str(error)
     lines = [line for line in text.splitlines() if "hydra.cc/docs" not in line]
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: {lines[-1]}; write KEY=VALUE, and quote values with special characters"
+        return f"{error.override}: {lines[0]}; write KEY=VALUE; special characters need quotes: \"KEY='a, b'\""
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):
         return f"{ambiguous[1]}: several values make a sweep; add -m"
     if twice := re.match(r"Multiple values for (\S+)\. To override", text):

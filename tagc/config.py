@@ -52,7 +52,7 @@ class CompressorConfig:
     layers: str = "non_attention"  # all | non_attention | name patterns separated by '|', such as '*.mlp.*|lm_head.*'
     min_numel: int = 16384  # parameters with fewer elements stay dense
     sparsity: float = 0.8  # share of each bucket that is not sent, in [0, 1)
-    ratio: float = 2.0  # compressed elements per sketch cell, in (0, 64]
+    ratio: float = 2.0  # compressed elements per sketch cell, in [0.05, 64]
     adaptive_ratio: bool = True  # instead, let each bucket's ratio follow the measured union up to max_load
     value_dtype: str = "bfloat16"  # dtype of cells, packed values and dense steps on the wire: float32 | bfloat16
     capacity_slack: float = 1.1  # room of a packed message over the target density, >= 1; the rest waits a step
@@ -74,7 +74,7 @@ class BandwidthConfig:
     """The cap on every rank's link, per direction."""
 
     name: str = "unlimited"
-    rate_mbps: float | None = None  # Mbit/s (10^6 bit/s) in each direction, > 0; None: no cap
+    rate_mbps: float | None = None  # Mbit/s (10^6 bit/s) in each direction, in [0.001, 10^7]; None: no cap
 
 
 @dataclass
@@ -82,8 +82,8 @@ class NetworkConfig:
     """How the cap is enforced."""
 
     name: str = "paced"  # paced: each rank's link is modelled in process
-    latency_ms: float = 0.0  # one-way delay added to every exchange, >= 0
-    time_dilation: float = 1.0  # the link rate is divided by this and the latency multiplied, >= 1
+    latency_ms: float = 0.0  # one-way delay added to every exchange, in [0, 60000]
+    time_dilation: float = 1.0  # the link rate is divided by this and the latency multiplied, in [1, 10^6]
 
 
 @dataclass
@@ -94,7 +94,7 @@ class ClusterConfig:
     ranks: int = 2  # FSDP ranks, >= 1
     device: str = "auto"  # auto | cpu | cuda
     threads_per_rank: int | None = None  # CPU threads of torch in each rank; None: cores / ranks, at least 1
-    timeout_s: float = 300.0  # a collective that takes longer than this fails the run, > 0
+    timeout_s: float = 300.0  # a collective that takes longer than this fails the run, in [1, 10^6]
 
 
 @dataclass
@@ -171,7 +171,7 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "compressor.layers", bool(k.layers.strip()), "all, non_attention, or name patterns separated by '|'"
     yield "compressor.min_numel", k.min_numel >= 1, "an integer >= 1"
     yield "compressor.sparsity", 0 <= k.sparsity < 1, "a share in [0, 1): at 1 nothing would be sent"
-    yield "compressor.ratio", 0 < k.ratio <= 64, "a number in (0, 64]"
+    yield "compressor.ratio", 0.05 <= k.ratio <= 64, "a number in [0.05, 64]"
     yield "compressor.value_dtype", k.value_dtype in DTYPES, "one of " + ", ".join(DTYPES)
     yield "compressor.capacity_slack", k.capacity_slack >= 1, "a factor >= 1"
     yield "compressor.block", k.block >= 8, "an integer >= 8"
@@ -182,16 +182,17 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "compressor.warmup_steps", k.warmup_steps >= 0, "an integer >= 0"
     yield "compressor.max_load", 0 < k.max_load <= 0.8, "a load in (0, 0.8]: three hashes peel up to 0.818"
     yield "compressor.retry_steps", k.retry_steps >= 1, "an integer >= 1"
-    yield "bandwidth.rate_mbps", b.rate_mbps is None or b.rate_mbps > 0, "a rate > 0 in Mbit/s, or null for no cap"
+    rate_is_legal = b.rate_mbps is None or 1e-3 <= b.rate_mbps <= 1e7
+    yield "bandwidth.rate_mbps", rate_is_legal, "a rate in [0.001, 10^7] Mbit/s, or null for no cap"
     yield "network.name", n.name == "paced", "paced"
-    yield "network.latency_ms", n.latency_ms >= 0, "milliseconds >= 0"
-    yield "network.time_dilation", n.time_dilation >= 1, "a factor >= 1"
+    yield "network.latency_ms", 0 <= n.latency_ms <= 60_000, "milliseconds in [0, 60000]"
+    yield "network.time_dilation", 1 <= n.time_dilation <= 1e6, "a factor in [1, 10^6]"
     yield "cluster.name", c.cluster.name == "local", "local"
     yield "cluster.ranks", c.cluster.ranks >= 1, "an integer >= 1"
     yield "cluster.device", c.cluster.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"
     threads = c.cluster.threads_per_rank
-    yield "cluster.threads_per_rank", threads is None or threads >= 1, "an integer >= 1, or null"
-    yield "cluster.timeout_s", c.cluster.timeout_s > 0, "seconds > 0"
+    yield "cluster.threads_per_rank", threads is None or 1 <= threads <= 1024, "an integer in [1, 1024], or null"
+    yield "cluster.timeout_s", 1 <= c.cluster.timeout_s <= 1e6, "seconds in [1, 10^6]"
     t, g = c.trainer, c.logging
     yield "trainer.max_steps", t.max_steps >= 1, "an integer >= 1"
     yield "trainer.global_batch", t.global_batch >= 1, "an integer >= 1"
@@ -238,13 +239,14 @@ def validate(config: Config) -> Config:
         raise UserError(
             f"model.heads={model.heads} does not divide model.width={model.width}; choose a divisor of the width"
         )
-    unit = ranks * config.micro_batch
+    unit = ranks * (trainer.micro_batch or 1)
     if trainer.global_batch % unit:
         below, above = trainer.global_batch // unit * unit, -(-trainer.global_batch // unit) * unit
         choices = " or ".join(str(size) for size in (below, above) if size)
+        micro = f" x trainer.micro_batch={trainer.micro_batch}" if trainer.micro_batch else ""
         raise UserError(
-            f"trainer.global_batch={trainer.global_batch} is not a multiple of cluster.ranks={ranks} x "
-            f"trainer.micro_batch={config.micro_batch}; try {choices}"
+            f"trainer.global_batch={trainer.global_batch} is not a multiple of cluster.ranks={ranks}{micro}; "
+            f"try trainer.global_batch={choices}" + (", or a smaller trainer.micro_batch" if micro else "")
         )
     return config
 

@@ -32,7 +32,7 @@ from tagc.rank_errors import RankFailure, find_root_cause, record_exception
 
 Worker = Callable[[Config, Any, str], None]  # (config, data, run folder), runs in every rank
 
-_SHUTDOWN_S = 10  # ranks that ignore SIGTERM for this long are killed
+_SHUTDOWN_S = 5  # ranks that ignore SIGTERM for this long are killed
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -212,7 +212,7 @@ def _run_ranks(config: Config, data: Any, run_dir: Path, worker: Worker | None) 
             raise RunInterrupted(stop.sigval) from None
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
-            raise find_root_cause(report_dir, rank, failure.exitcode) from None
+            raise find_root_cause(report_dir, rank, failure.exitcode, config.cluster.ranks) from None
 
 
 def _die_with_launcher() -> None:

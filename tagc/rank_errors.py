@@ -86,7 +86,7 @@ def _describe_exit(rank: int, exit_code: int) -> str:
     return _with_hint(f"rank {rank} was killed by {name}", _SIGNAL_HINTS.get(name))
 
 
-def find_root_cause(report_dir: str, rank: int, exit_code: int) -> RankFailure | UserError:
+def find_root_cause(report_dir: str, rank: int, exit_code: int, ranks: int) -> RankFailure | UserError:
     """The first failure of a run, as one exception to raise in the launcher.
 
     ``rank`` and ``exit_code`` (negative: a signal) are what the agent saw first. A rank killed by a signal is the
@@ -104,4 +104,7 @@ def find_root_cause(report_dir: str, rank: int, exit_code: int) -> RankFailure |
     if record["kind"] == "user":
         return UserError(record["message"])
     hint = next((text for pattern, text in _HINTS if pattern.search(record["message"])), None)
+    silent = [other for other in range(ranks) if other not in records]
+    if record["kind"] == "lost_peer" and silent:
+        hint = f"rank {', '.join(map(str, silent))} did not answer, so look there first; {hint or ''}".rstrip("; ")
     return RankFailure(_with_hint(f"rank {first} failed: {record['title']}\n\n{record['traceback']}\n", hint))

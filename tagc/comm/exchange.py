@@ -38,6 +38,7 @@ class Exchange:
 
     def __init__(self, link: PacedLink, device: torch.device) -> None:
         self.link = link
+        self.metered = True  # False: nothing is counted or paced, as during validation
         self.sent_bytes: Counter[Kind] = Counter()
         self._stream_pacer = StreamPacer(link, device) if device.type == "cuda" and link.is_capped else None
 
@@ -79,14 +80,15 @@ class Exchange:
     def all_gather(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup, kind: Kind) -> None:
         """Gather every rank's ``shard`` [n] into ``output`` [W * n], in rank order. ``shard`` may be a view of it."""
         ranks, rank = group.size(), group.rank()
-        self.sent_bytes[kind] += (ranks - 1) * shard.nbytes
+        if self.metered:
+            self.sent_bytes[kind] += (ranks - 1) * shard.nbytes
         if _is_gloo(group):
             rows = list(output.view(ranks, -1))
             if rows[rank].data_ptr() != shard.data_ptr():
                 rows[rank].copy_(shard.flatten())
-            self._exchange_pieces([([rows[rank]] * ranks, rows)], group, paced=True)
+            self._exchange_pieces([([rows[rank]] * ranks, rows)], group, paced=self.metered)
         else:
-            with self._pace_stream((ranks - 1) * shard.nbytes):
+            with self._pace_stream((ranks - 1) * shard.nbytes if self.metered else 0):
                 _all_gather_single(output, shard, group=group)
 
     def gather_numbers(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:

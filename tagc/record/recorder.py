@@ -20,7 +20,7 @@ from tagc.record.summary import summarise
 from tagc.record.wandb_mirror import WandbMirror
 
 Status = Literal["done", "failed", "interrupted"]
-RECORD_FILES = ("metrics.jsonl", "summary.json", "manifest.json", "config.yaml")
+RECORD_FILES = ("metrics.jsonl", "summary.json", "manifest.json", "config.yaml", "log.txt")
 
 logger = logging.getLogger("tagc")
 
@@ -138,7 +138,7 @@ def set_aside_earlier_record(run_dir: Path) -> Path | None:
     if not any((run_dir / name).exists() for name in ("metrics.jsonl", "summary.json")):
         return None
     with explain_write_errors(run_dir):
-        number = 1 + sum(1 for _ in (run_dir / "earlier").glob("*"))
+        number = 1 + max((int(path.name) for path in (run_dir / "earlier").glob("[0-9]*")), default=0)
         target = run_dir / "earlier" / str(number)
         target.mkdir(parents=True)
         for name in RECORD_FILES:

@@ -64,6 +64,7 @@ def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
     Example: three rows of 10, 20 and 30 ms after the warm-up give a median of 20, _p20 of 14 and _p80 of 26.
     """
     timed = [row for row in rows[config.trainer.timing_warmup_steps :] if "fidelity_cosine" not in row]
+    counted = timed or rows  # bytes and shares need no warm-up, so a very short run still has them
     iteration_ms = _numbers(timed, "iteration_ms")
     val_losses = _numbers(rows, "val_loss")
     last_loss = rows[-1].get("train_loss") if rows else None
@@ -84,13 +85,13 @@ def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
     }
     summary |= {f"{key}_median": _percentile(_numbers(timed, key), 50) for key in TIME_KEYS}
     summary["tokens_per_s"] = _tokens_per_s(timed)
-    summary |= {f"{key}_per_step": _mean(_numbers(timed, key)) for key in BYTE_KEYS}
+    summary |= {f"{key}_per_step": _mean(_numbers(counted, key)) for key in BYTE_KEYS}
     summary |= {
         "train_loss": last_loss if _is_number(last_loss) else None,
         "train_loss_last10": _mean_of_last_losses(rows),
         "val_loss": val_losses[-1] if val_losses else None,
     }
-    return summary | {key: _mean(_numbers(timed, key)) for key in MEAN_KEYS}
+    return summary | {key: _mean(_numbers(counted, key)) for key in MEAN_KEYS}
 
 
 def load_summary(run_dir: Path) -> dict[str, Any]:

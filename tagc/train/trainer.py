@@ -170,6 +170,7 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss over the fixed validation sequences, each token weighed alike, the same on every rank."""
         self.model.eval()
+        self.exchange.metered = False
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         micro = self.config.micro_batch
         for i in range(0, len(self._val_inputs), micro):
@@ -182,6 +183,7 @@ class Trainer:
             unit.reshard()  # units that stay gathered after forward: training steps must all gather alike
         dist.all_reduce(total)
         self.model.train()
+        self.exchange.metered = True
         return (total[0] / total[1]).item()
 
     def _split_time(self, elapsed_ms: float) -> dict[str, float]:

@@ -120,8 +120,10 @@ class RefusingLink(PacedLink):
 def run_diagnostic(rank):
     exchange = Exchange(RefusingLink(1.0), CPU)
     exchange.reduce_scatter([Part(torch.zeros(2, 1000), "sum", "value")], dist.group.WORLD, diagnostic=True)
+    exchange.metered = False
+    exchange.all_gather(torch.zeros(2000), torch.zeros(1000), dist.group.WORLD, "param")
     return exchange.take_sent_bytes()
 
 
-def test_diagnostics_are_neither_counted_nor_paced():
+def test_diagnostics_and_validation_are_neither_counted_nor_paced():
     assert run_ranks(run_diagnostic, 2) == [{}, {}]
