@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tagc.kernels.cpu.sketch import add_residual, encode_sketch
+from tagc.kernels.cpu.sketch import add_residual, decode_sketch, encode_sketch
 from tagc.kernels.reference import threshold_exact, threshold_lognormal, threshold_sampled
 
 __all__ = [
     "add_residual",
+    "decode_sketch",
     "encode_sketch",
     "threshold_exact",
     "threshold_lognormal",

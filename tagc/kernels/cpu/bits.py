@@ -65,6 +65,15 @@ def gather_bits(flags_8B: np.ndarray, bits_B: np.ndarray) -> int:
     return np.int64(count)
 
 
+@njit(nogil=True, cache=True)
+def count_flags(flags_8B: np.ndarray) -> int:
+    """How many flags are set in words of eight."""
+    count = np.uint64(0)
+    for b in range(len(flags_8B)):
+        count += (flags_8B[b] * _ONES) >> _56
+    return np.int64(count)
+
+
 @intrinsic
 def round_to_bfloat16(typing_context: Any, x: Any) -> Any:
     """uint16 bits of the bfloat16 nearest to a float32, ties to even; NaN stays NaN.
@@ -110,7 +119,6 @@ def load(array: np.ndarray, i: int) -> np.float32:
 @overload(store)
 def _store(array, i, x):  # type: ignore[no-untyped-def]
     if array.dtype == types.uint16:
-
 
         def store_rounded(array, i, x):  # type: ignore[no-untyped-def]
             array[i] = round_to_bfloat16(x)

@@ -12,6 +12,13 @@ _ONES = np.uint64(0x0101010101010101)
 
 
 @njit(nogil=True, cache=True)
+def copy_values(source: np.ndarray, target: np.ndarray) -> None:
+    """Fill ``target`` from the start of ``source``. (A slice assignment would check for overlap and copy twice.)"""
+    for i in range(len(target)):
+        target[i] = source[i]
+
+
+@njit(nogil=True, cache=True)
 def add_owed(gradient: np.ndarray, carry: np.ndarray, flags: np.ndarray, decay: np.float32) -> None:
     """``gradient += decay * carry`` where the flag is set."""
     for i in range(len(gradient)):

@@ -25,11 +25,13 @@ from tagc.kernels.cpu.arrays import (
     state_array,
     threshold_array,
 )
-from tagc.kernels.cpu.bits import spread_bits, store
-from tagc.kernels.cpu.select import add_owed, select_tile
-from tagc.kernels.reference import EncodedSketch
+from tagc.kernels.cpu.bits import prefetch, spread_bits, store
+from tagc.kernels.cpu.peel import peel
+from tagc.kernels.cpu.select import add_owed, copy_values, select_tile
+from tagc.kernels.reference import DecodedSketch, EncodedSketch
 
-TILE = 4096  # elements: 16 kB each of gradient, state and selected values
+TILE = 8192  # elements: 32 kB each of gradient, state and selected values
+LINE = 16  # floats in a cache line
 
 
 @njit(nogil=True, cache=True)
@@ -37,12 +39,17 @@ def _scatter_rows(
     chosen: np.ndarray, first: int, rows: int, lanes: int, cell_HR: np.ndarray, sign_HR: np.ndarray, cells: np.ndarray
 ) -> None:
     """Add ``rows`` rows of a tile, the first of which is row ``first`` of the shard, to their cells."""
-    width = cells.shape[2]
-    for r in range(rows):
-        row = chosen[r * lanes : r * lanes + width]
+    width, last = cells.shape[2], cell_HR.shape[1] - 1
+    flat = cells.reshape(-1)
+    for r in range(first, first + rows):
+        row = chosen[(r - first) * lanes : (r - first) * lanes + width]
+        for h in range(cells.shape[0]):  # the next row's cells are on their way while this one's are added
+            start = (h * cells.shape[1] + cell_HR[h, min(r + 1, last)]) * width
+            for lane in range(start, start + width, LINE):
+                prefetch(flat, lane)
         for h in range(cells.shape[0]):
-            sign = sign_HR[h, first + r]
-            out = cells[h, cell_HR[h, first + r]]
+            sign = sign_HR[h, r]
+            out = cells[h, cell_HR[h, r]]
             for lane in range(width):
                 out[lane] += sign * row[lane]
 
@@ -98,10 +105,11 @@ def _encode_shard(
         total += sent
         squares += tile_squares
         if is_own:
-            gradient_N[start:stop] = chosen[: stop - start]
+            copy_values(chosen, gradient_N[start:stop])
             continue
         rows = (stop - start + lanes - 1) // lanes
-        chosen[stop - start : rows * lanes] = 0  # the last row may be short
+        if stop == numel:
+            chosen[stop - start :] = 0  # the last row may be short
         if lanes == 1:
             _scatter_single_lane(chosen, start, rows, cell_HR, sign_HR, cells)
         else:
@@ -191,3 +199,37 @@ def encode_sketch(
         else:
             _round_cells(cells, layout.lanes, cells_out[w])
     return EncodedSketch(index_WB, cells_WS, gradient_WN[rank], torch.tensor(kept), torch.tensor(squares))
+
+
+def decode_sketch(
+    index_B: Tensor, cells_S: Tensor, own_N: Tensor, *, layout: SketchLayout, table: HashTable, estimate: bool
+) -> DecodedSketch:
+    """See :func:`tagc.kernels.reference.decode_sketch`, and :mod:`tagc.kernels.cpu.peel` for the method.
+
+    Exactness: masks bitwise (near the peeling threshold, where the reference runs out of rounds, more is resolved);
+    values up to the rounding of the subtractions.
+    """
+    check_layout(layout, table)
+    if own_N.shape != (layout.numel,) or cells_S.numel() != layout.sketch_numel:
+        raise ValueError(f"{layout} does not fit {own_N.shape[0]} elements and {cells_S.numel()} cells")
+    index, cells = byte_array(index_B, "index"), float_array(cells_S, "cells").reshape(-1)
+    total = float_array(own_N, "own")
+    width = pad_lanes(layout.lanes)
+    cell_HR, sign_HR, rows_HCK = table.cell_HR.numpy(), table.sign_HR.numpy(), table.rows_HCK.numpy()
+    unresolved_B = torch.empty_like(index_B)
+    union, peers_union, unresolved = peel(
+        index,
+        cells,
+        total,
+        rows_per_tile(layout.lanes, TILE),
+        layout.lanes,
+        cell_HR,
+        sign_HR,
+        rows_HCK,
+        estimate,
+        np.empty((layout.rows, width), np.uint8),
+        np.empty((len(cell_HR), layout.cells, width), np.float32),
+        np.empty((len(cell_HR), layout.cells, width), np.uint8),
+        byte_array(unresolved_B, "unresolved"),
+    )
+    return DecodedSketch(own_N, torch.tensor(union), torch.tensor(peers_union), unresolved_B, torch.tensor(unresolved))
