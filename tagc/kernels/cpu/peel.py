@@ -19,6 +19,7 @@ import numpy as np
 from numba import njit
 
 from tagc.kernels.cpu.bits import count_flags, gather_bits, spread_bits
+from tagc.kernels.cpu.vectors import VECTOR, count_bits, find_pure, take_pure
 
 _ZERO = np.float32(0)
 TILE = 8192  # elements
@@ -30,8 +31,8 @@ def spread_rows(
     index_B: np.ndarray, own_N: np.ndarray, tile_rows: int, lanes: int, open_RW: np.ndarray
 ) -> tuple[int, int]:
     """Index to rows of flags (uint8 [R, width], padding zero). Returns the sizes of (the index, its union with own)."""
-    numel, tile = len(own_N), tile_rows * lanes
-    words = np.zeros(tile // 8, np.uint64)
+    numel, tile, width = len(own_N), tile_rows * lanes, open_RW.shape[1]
+    words = np.zeros((tile + width) // 8 + 1, np.uint64)
     flags = words.view(np.uint8)
     peers, union = 0, 0
     for start in range(0, numel, tile):
@@ -39,9 +40,11 @@ def spread_rows(
         spread_bits(index_B[start // 8 : (stop + 7) // 8], words)
         flags[stop - start :] = 0
         for r in range((stop - start + lanes - 1) // lanes):
-            row = open_RW[start // lanes + r]
-            row[:lanes] = flags[r * lanes : (r + 1) * lanes]
-            row[lanes:] = 0
+            row, source = open_RW[start // lanes + r], flags[r * lanes : r * lanes + width]
+            for lane in range(width):
+                row[lane] = source[lane]
+            for lane in range(lanes, width):
+                row[lane] = 0
         peers += count_flags(words)
         own = own_N[start:stop]
         for i in range(len(own)):
@@ -71,13 +74,12 @@ def pack_rows(open_RW: np.ndarray, tile_rows: int, lanes: int, index_B: np.ndarr
 def fill_cells(
     cells_S: np.ndarray, open_RW: np.ndarray, cell_HR: np.ndarray, lanes: int, rest: np.ndarray, count: np.ndarray
 ) -> None:
-    """Copy the cells into padded rows, and count the unresolved elements of each."""
+    """Copy the cells into padded rows (the padding is never used), and count the unresolved elements of each."""
     rest_rows, width = rest.reshape(-1, rest.shape[2]), rest.shape[2]
     for c in range(len(rest_rows)):
-        row, source = rest_rows[c], cells_S[c * lanes : (c + 1) * lanes]
-        for lane in range(lanes):
+        row, source = rest_rows[c], cells_S[c * lanes : c * lanes + width]
+        for lane in range(len(source)):
             row[lane] = source[lane]
-        row[lanes:] = 0
     count[:] = 0
     for r in range(len(open_RW)):
         flags = open_RW[r]
@@ -97,45 +99,47 @@ def sweep_rows(
     lanes: int,
     total_N: np.ndarray,
 ) -> int:
-    """Take, row by row, what pure cells give. Returns how many elements were resolved."""
-    width = open_RW.shape[1]
-    value = np.empty(width, np.float32)
-    found_words = np.empty(max(1, width // 8), np.uint64)
-    found = found_words.view(np.uint8)[:width]
+    """Take, row by row, what pure cells give. Returns how many elements were resolved.
+
+    Rows at the very end, whose padding would lie behind the total, are left out.
+    """
+    width, cells = open_RW.shape[1], count.shape[1]
+    flags, flat_rest, flat_count = open_RW.reshape(-1), rest.reshape(-1), count.reshape(-1)
     resolved = 0
-    for r in range(len(open_RW)):
-        flags = open_RW[r]
-        c0, c1, c2 = cell_HR[0, r], cell_HR[1, r], cell_HR[2, r]
-        n0, n1, n2 = count[0, c0], count[1, c1], count[2, c2]
-        for lane in range(width):
-            found[lane] = flags[lane] & ((n0[lane] == 1) | (n1[lane] == 1) | (n2[lane] == 1))
-        here = count_flags(found_words)
-        if here == 0:
-            continue
-        resolved += here
-        s0, s1, s2 = sign_HR[0, r], sign_HR[1, r], sign_HR[2, r]
-        v0, v1, v2 = rest[0, c0], rest[1, c1], rest[2, c2]
-        for lane in range(width):
-            x = s0 * v0[lane] if n0[lane] == 1 else (s1 * v1[lane] if n1[lane] == 1 else s2 * v2[lane])
-            value[lane] = x if found[lane] else _ZERO
-        for lane in range(width):
-            v0[lane] -= s0 * value[lane]
-        for lane in range(width):
-            v1[lane] -= s1 * value[lane]
-        for lane in range(width):
-            v2[lane] -= s2 * value[lane]
-        for lane in range(width):
-            n0[lane] -= found[lane]
-        for lane in range(width):
-            n1[lane] -= found[lane]
-        for lane in range(width):
-            n2[lane] -= found[lane]
-        for lane in range(width):
-            flags[lane] ^= found[lane]
-        out = total_N[r * lanes : (r + 1) * lanes]  # the last row may be short
-        for lane in range(len(out)):
-            out[lane] += value[lane]
+    for r in range((len(total_N) - width) // lanes + 1):
+        a = cell_HR[0, r] * width
+        b = (cells + cell_HR[1, r]) * width
+        c = (2 * cells + cell_HR[2, r]) * width
+        sign_a, sign_b, sign_c = sign_HR[0, r], sign_HR[1, r], sign_HR[2, r]
+        for lane in range(0, width, VECTOR):
+            at = r * width + lane
+            pure = find_pure(flags, at, flat_count, a + lane, b + lane, c + lane)
+            if pure:
+                resolved += count_bits(pure)
+                take_pure(
+                    pure,
+                    flags,
+                    at,
+                    flat_count,
+                    flat_rest,
+                    a + lane,
+                    b + lane,
+                    c + lane,
+                    sign_a,
+                    sign_b,
+                    sign_c,
+                    total_N,
+                    r * lanes + lane,
+                )
     return resolved
+
+
+@njit(nogil=True, cache=True)
+def _has_flag(row: np.ndarray) -> bool:
+    either = 0
+    for lane in range(len(row)):
+        either |= row[lane]
+    return either != 0
 
 
 @njit(nogil=True, cache=True)
@@ -193,7 +197,7 @@ def chase_rest(
     stack = np.empty(count.size, np.int64)
     resolved = 0
     for first in range(rows):
-        if not open_RW[first].any():
+        if not _has_flag(open_RW[first]):
             continue
         for lane in range(lanes):
             if open_RW[first, lane] == 0:
