@@ -136,3 +136,15 @@ def _load(array, i):  # type: ignore[no-untyped-def]
     if array.dtype == types.uint16:
         return lambda array, i: widen_bfloat16(array[i])
     return lambda array, i: array[i]
+
+
+def round_trip(array: np.ndarray, x: np.float32) -> np.float32:
+    """``x`` rounded to what ``array`` stores: bfloat16 where it is uint16. Compiled code only."""
+    raise NotImplementedError
+
+
+@overload(round_trip)
+def _round_trip(array, x):  # type: ignore[no-untyped-def]
+    if array.dtype == types.uint16:
+        return lambda array, x: widen_bfloat16(round_to_bfloat16(x))
+    return lambda array, x: x
