@@ -11,13 +11,19 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic as numba_intrinsic
+from numba.extending import overload
 
 _ONES = np.uint64(0x0101010101010101)
 _DIAGONAL = np.uint64(0x8040201008040201)  # bit k of byte k
 _BELOW_TOP = np.uint64(0x7F7F7F7F7F7F7F7F)
 _GATHER = np.uint64(0x0102040810204080)
 _7, _56 = np.uint64(7), np.uint64(56)
+
+
+def intrinsic(function: Any) -> Any:
+    """numba's decorator; calls to the result look different from the function's own signature."""
+    return numba_intrinsic(function)
 
 
 @intrinsic
@@ -62,7 +68,7 @@ def gather_bits(flags_8B: np.ndarray, bits_B: np.ndarray) -> int:
         word = flags_8B[b]
         bits_B[b] = np.uint8((word * _GATHER) >> _56)
         count += (word * _ONES) >> _56
-    return np.int64(count)
+    return int(np.int64(count))
 
 
 @njit(nogil=True, cache=True)
@@ -71,7 +77,7 @@ def count_flags(flags_8B: np.ndarray) -> int:
     count = np.uint64(0)
     for b in range(len(flags_8B)):
         count += (flags_8B[b] * _ONES) >> _56
-    return np.int64(count)
+    return int(np.int64(count))
 
 
 @intrinsic

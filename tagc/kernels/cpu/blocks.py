@@ -88,7 +88,7 @@ def _encode_shard(
             q[:] = 0
             for i in range(len(x)):
                 store(residual, i, x[i])
-        squares += _sum_squares(x)
+        squares += float(_sum_squares(x))
         if bits == 8:
             codes = codes_M[start:stop]
             for i in range(len(codes)):

@@ -67,11 +67,11 @@ def _compress(chosen: np.ndarray, flags: np.ndarray, packed: np.ndarray) -> int:
     for i in range(len(chosen)):
         packed[place] = chosen[i]
         place += np.uint64(flags[i])
-    return np.int64(place)
+    return int(np.int64(place))
 
 
 @njit(nogil=True, cache=True)
-def _keep_overflow(chosen: np.ndarray, flags: np.ndarray, room: int, residual: np.ndarray, roundings: bool) -> float:
+def _keep_overflow(chosen: np.ndarray, flags: np.ndarray, room: int, residual: np.ndarray) -> float:
     """Take back what is flagged beyond the first ``room``; returns by how much that changes the residual's squares."""
     change = 0.0
     for i in range(len(chosen)):
@@ -81,7 +81,7 @@ def _keep_overflow(chosen: np.ndarray, flags: np.ndarray, room: int, residual: n
             else:
                 flags[i] = 0
                 x = np.float64(chosen[i])
-                rounding = np.float64(load(residual, i)) if roundings else 0.0
+                rounding = np.float64(load(residual, i))
                 change += x * x - rounding * rounding
                 store(residual, i, chosen[i])
     return change
@@ -109,7 +109,7 @@ def _encode_shard(
         count = (size + 7) // 8
         tile_residual, tile_chosen = residual_N[start : start + size], chosen[:size]
         flags[size:] = 0
-        squares += _split_tile(
+        tile_squares = _split_tile(
             gradient_N[start : start + size],
             tile_residual,
             flags[:size],
@@ -120,13 +120,14 @@ def _encode_shard(
             values_C,
             tile_chosen,
         )
+        squares += float(tile_squares)
         if is_own:
             copy_values(chosen, gradient_N[start : start + size])
             total += count_flags(words[:count])
             continue
         sent = _compress(tile_chosen, flags[:size], packed)
         if sent > capacity - total:
-            squares += _keep_overflow(tile_chosen, flags[:size], capacity - total, tile_residual, True)
+            squares += _keep_overflow(tile_chosen, flags[:size], capacity - total, tile_residual)
             sent = capacity - total
         gather_bits(words[:count], index_B[start // 8 : start // 8 + count])
         out = values_C[total : total + sent]

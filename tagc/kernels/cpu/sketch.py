@@ -103,7 +103,7 @@ def _encode_shard(
             words,
         )
         total += sent
-        squares += tile_squares
+        squares += float(tile_squares)
         if is_own:
             copy_values(chosen, gradient_N[start:stop])
             continue

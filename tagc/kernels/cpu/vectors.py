@@ -10,7 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+from tagc.kernels.cpu.bits import intrinsic
 
 VECTOR = 16  # lanes
 _BYTES, _FLOATS = ir.VectorType(ir.IntType(8), VECTOR), ir.VectorType(ir.FloatType(), VECTOR)
