@@ -53,6 +53,26 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     return types.none(array, types.intp), emit
 
 
+@intrinsic
+def count_bits(typing_context: Any, bits: Any) -> Any:
+    """How many bits of an int64 are set."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.ctpop(values[0])
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def first_bit(typing_context: Any, bits: Any) -> Any:
+    """Number of the lowest set bit of a uint64; 64 if there is none."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.cttz(values[0], ir.IntType(1)(0))
+
+    return types.uint64(types.uint64), emit
+
+
 @njit(nogil=True, cache=True)
 def spread_bits(bits_B: np.ndarray, flags_8B: np.ndarray) -> None:
     """Bitmap bytes to words of eight flags. bits_B: uint8; flags_8B: uint64, as many."""
@@ -112,12 +132,12 @@ def widen_bfloat16(typing_context: Any, bits: Any) -> Any:
     return types.float32(types.uint16), emit
 
 
-def store(array: np.ndarray, i: int, x: np.float32) -> None:
+def store(array: np.ndarray, i: int | np.uint64, x: np.float32) -> None:
     """``array[i] = x``, rounded where the array is uint16: bfloat16 bits. Compiled code only."""
     raise NotImplementedError
 
 
-def load(array: np.ndarray, i: int) -> np.float32:
+def load(array: np.ndarray, i: int | np.uint64) -> np.float32:
     """``array[i]`` as float32; uint16 means bfloat16 bits. Compiled code only."""
     raise NotImplementedError
 

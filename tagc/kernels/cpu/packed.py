@@ -1,7 +1,8 @@
 """Packed values: compress the selected elements of a tile to its front, and the inverse.
 
-Both run without branches on the values: every element is written to the next free place, and the place moves on only if
-the element is sent. A branch per element would be mispredicted at every fourth one.
+Both walk over the set bits of 64 elements at a time: one mispredicted branch per word. (A loop over all elements that
+writes each to the next free place and moves on only behind what is sent has no such branch, and takes three times as
+long at a density of 0.2.)
 """
 
 from __future__ import annotations
@@ -20,12 +21,21 @@ from tagc.kernels.cpu.arrays import (
     state_array,
     threshold_array,
 )
-from tagc.kernels.cpu.bits import count_flags, fused_multiply_add, gather_bits, load, round_trip, spread_bits, store
+from tagc.kernels.cpu.bits import (
+    count_flags,
+    first_bit,
+    fused_multiply_add,
+    gather_bits,
+    load,
+    round_trip,
+    spread_bits,
+    store,
+)
 from tagc.kernels.cpu.select import copy_values
 from tagc.kernels.reference import DecodedPacked, EncodedPacked
 
 TILE = 4096  # elements; a multiple of 8
-_ZERO = np.float32(0)
+_ZERO, _ONE = np.float32(0), np.uint64(1)
 
 
 @njit(nogil=True, cache=True, fastmath={"reassoc"})
@@ -61,13 +71,29 @@ def _split_tile(
 
 
 @njit(nogil=True, cache=True)
-def _compress(chosen: np.ndarray, flags: np.ndarray, packed: np.ndarray) -> int:
-    """Move the flagged elements to the front of ``packed``, as long as ``chosen``; returns their number."""
-    place = np.uint64(0)
-    for i in range(len(chosen)):
-        packed[place] = chosen[i]
-        place += np.uint64(flags[i])
-    return int(np.int64(place))
+def _compress(chosen: np.ndarray, bits: np.ndarray, values_C: np.ndarray, place: int) -> int:
+    """Append the elements whose bits are set to the values, from ``place`` on; returns the place behind them."""
+    to = np.uint64(place)
+    for b in range(len(bits)):
+        word, base = bits[b], np.uint64(64 * b)
+        while word:
+            store(values_C, to, chosen[base + first_bit(word)])
+            to += _ONE
+            word &= word - _ONE
+    return int(np.int64(to))
+
+
+@njit(nogil=True, cache=True)
+def _expand(values_C: np.ndarray, place: int, bits: np.ndarray, total: np.ndarray) -> int:
+    """Add the values from ``place`` on to the elements whose bits are set; returns the place behind them."""
+    at, end = np.uint64(place), np.uint64(len(values_C))
+    for b in range(len(bits)):
+        word, base = bits[b], np.uint64(64 * b)
+        while word and at < end:  # an index with more bits than values adds nothing
+            total[base + first_bit(word)] += load(values_C, at)
+            at += _ONE
+            word &= word - _ONE
+    return int(np.int64(at))
 
 
 @njit(nogil=True, cache=True)
@@ -102,7 +128,9 @@ def _encode_shard(
     numel, capacity = len(gradient_N), len(values_C)
     words = np.empty(TILE // 8, np.uint64)
     flags = words.view(np.uint8)
-    chosen, packed = np.empty(TILE, np.float32), np.empty(TILE + 1, np.float32)
+    tile_words = np.empty(TILE // 64, np.uint64)
+    tile_bytes = tile_words.view(np.uint8)
+    chosen = np.empty(TILE, np.float32)
     total, squares = 0, 0.0
     for start in range(0, numel, TILE):
         size = min(TILE, numel - start)
@@ -125,15 +153,12 @@ def _encode_shard(
             copy_values(chosen, gradient_N[start : start + size])
             total += count_flags(words[:count])
             continue
-        sent = _compress(tile_chosen, flags[:size], packed)
-        if sent > capacity - total:
+        if total + count_flags(words[:count]) > capacity:
             squares += _keep_overflow(tile_chosen, flags[:size], capacity - total, tile_residual)
-            sent = capacity - total
-        gather_bits(words[:count], index_B[start // 8 : start // 8 + count])
-        out = values_C[total : total + sent]
-        for k in range(sent):
-            store(out, k, packed[k])
-        total += sent
+        gather_bits(words[:count], tile_bytes)
+        tile_bytes[count:] = 0
+        copy_values(tile_bytes, index_B[start // 8 : start // 8 + count])
+        total = _compress(tile_chosen, tile_words[: (size + 63) // 64], values_C, total)
     if is_own:
         index_B[:] = 0
         values_C[:] = 0
@@ -145,28 +170,19 @@ def _encode_shard(
 @njit(nogil=True, cache=True)
 def _add_values(index_B: np.ndarray, values_C: np.ndarray, total_N: np.ndarray, union_B: np.ndarray) -> None:
     """Add one sender's values to the total, and its index to the union."""
-    numel, capacity = len(total_N), len(values_C)
-    words = np.zeros(TILE // 8, np.uint64)
-    flags = words.view(np.uint8)
-    values = np.zeros(TILE + 1, np.float32)
+    words = np.zeros(TILE // 64, np.uint64)
+    tile_bytes = words.view(np.uint8)
     taken = 0
-    for start in range(0, numel, TILE):
-        out = total_N[start : start + TILE]
-        first, last = start // 8, (start + len(out) + 7) // 8
-        spread_bits(index_B[first:last], words)
-        for b in range(first, last):
-            union_B[b] |= index_B[b]
-        here = count_flags(words[: last - first])
-        stop = min(here, capacity - taken)
-        for k in range(stop):
-            values[k] = load(values_C, taken + k)
-        values[stop : here + 1] = 0  # an index with more bits than values adds zeros
-        place = np.uint64(0)
-        for i in range(len(out)):
-            value = values[place]
-            out[i] += value if flags[i] else _ZERO
-            place += np.uint64(flags[i])
-        taken += stop
+    for start in range(0, len(total_N), TILE):
+        total = total_N[start : start + TILE]
+        index, union = index_B[start // 8 : (start + TILE) // 8], union_B[start // 8 : (start + TILE) // 8]
+        copy_values(index, tile_bytes[: len(index)])
+        tile_bytes[len(index) :] = 0
+        if len(total) % 64:  # bits behind the last element, which no encoder sets, must not reach other memory
+            words[len(total) // 64] &= (_ONE << np.uint64(len(total) % 64)) - _ONE
+        taken = _expand(values_C, taken, words, total)
+        for b in range(len(index)):
+            union[b] |= index[b]
 
 
 @njit(nogil=True, cache=True)

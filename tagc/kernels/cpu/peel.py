@@ -18,12 +18,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from tagc.kernels.cpu.bits import count_flags, gather_bits, spread_bits
-from tagc.kernels.cpu.vectors import VECTOR, count_bits, find_pure, take_pure
+from tagc.kernels.cpu.bits import count_bits, count_flags, gather_bits, spread_bits
+from tagc.kernels.cpu.vectors import VECTOR, find_pure, take_pure
 
 _ZERO = np.float32(0)
 TILE = 8192  # elements
-SWEEP_SHARE = 40  # sweep again while a sweep resolves at least one in so many elements of the shard
+SWEEP_SHARE = 200  # sweep again while a sweep resolves at least one in so many elements of the shard
 
 
 @njit(nogil=True, cache=True)

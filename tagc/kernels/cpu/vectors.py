@@ -112,13 +112,3 @@ def take_pure(
     floats = (types.float32, types.float32, types.float32)
     signature = types.none(types.int64, flags, types.intp, count, rest, *places, *floats, total, types.intp)
     return signature, emit
-
-
-@intrinsic
-def count_bits(typing_context: Any, bits: Any) -> Any:
-    """How many bits of an int64 are set."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.ctpop(values[0])
-
-    return types.int64(types.int64), emit
