@@ -101,6 +101,16 @@ def count_flags(flags_8B: np.ndarray) -> int:
 
 
 @intrinsic
+def float_from_bits(typing_context: Any, bits: Any) -> Any:
+    """The float32 whose bits are the lower half of an int64."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.bitcast(builder.trunc(values[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.int64), emit
+
+
+@intrinsic
 def round_to_bfloat16(typing_context: Any, x: Any) -> Any:
     """uint16 bits of the bfloat16 nearest to a float32, ties to even; NaN stays NaN.
 

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from tagc.codec.quantize import code_bytes, largest_code
 from tagc.kernels.cpu.arrays import byte_array, check_numel, check_shards, float_array, state_array
-from tagc.kernels.cpu.bits import fused_multiply_add, load, store
+from tagc.kernels.cpu.bits import float_from_bits, fused_multiply_add, load, store
 from tagc.kernels.reference import EncodedBlocks
 
 _ZERO = np.float32(0)
 # Adding and subtracting 1.5 * 2**23 rounds to an integer, half to even, anything smaller than 2**22.
 _ROUNDER = np.float32(12582912.0)
+_MAGNITUDE, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 
 @njit(nogil=True, cache=True)
@@ -25,15 +26,19 @@ def _add_old(gradient: np.ndarray, residual: np.ndarray, decay: np.float32, x: n
         x[i] = fused_multiply_add(decay, old, gradient[i])
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
+@njit(nogil=True, cache=True)
 def _find_scale(x: np.ndarray, limit: np.float32) -> np.float32:
-    """Largest magnitude over ``limit``; 0 where a value is NaN or Inf."""
-    largest, spoilt = _ZERO, 0
-    for i in range(len(x)):
-        magnitude = abs(x[i])
-        largest = magnitude if magnitude > largest else largest
-        spoilt |= not (magnitude < np.float32(np.inf))
-    return _ZERO if spoilt else largest / limit
+    """Largest magnitude over ``limit``; 0 where a value is NaN or Inf.
+
+    Without their sign, floats are ordered like their bits, and NaN and Inf come last: one integer maximum finds both.
+    """
+    largest = 0
+    bits = x.view(np.int32)
+    for i in range(len(bits)):
+        largest = max(largest, bits[i] & _MAGNITUDE)
+    if largest >= _INFINITY:
+        return _ZERO
+    return float_from_bits(largest) / limit
 
 
 @njit(nogil=True, cache=True)
@@ -42,7 +47,7 @@ def _quantize(x: np.ndarray, scale: np.float32, limit: np.float32, q: np.ndarray
     for i in range(len(x)):
         rounded = (x[i] / scale + _ROUNDER) - _ROUNDER
         rounded = min(max(rounded, -limit), limit)
-        q[i] = np.int8(rounded)
+        q[i] = np.int8(np.int32(rounded))
         x[i] -= rounded * scale
         store(residual, i, x[i])
 
