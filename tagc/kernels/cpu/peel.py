@@ -7,8 +7,8 @@ three sweeps resolve nearly all. The rest are followed one by one: whoever is re
 alone in one of its cells, until no cell gives any more. So the work is bounded by the number of elements.
 
 What can be peeled does not depend on the order (the rest is the 2-core of the hypergraph, which is unique), only the
-rounding of values does. The reference stops after MAX_ROUNDS rounds, which it reaches within about 0.5 % of the load
-that peels at all; there this backend resolves more.
+rounding of values does. The reference stops after MAX_ROUNDS rounds, which matters only next to the load that peels at
+all (0.850 to 0.857 elements per cell for 60,013 elements in one lane); there this backend resolves more.
 
 Rows of lanes are padded to whole vectors in scratch memory; flags of the padding are zero, so nothing happens there.
 """

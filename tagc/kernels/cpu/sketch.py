@@ -36,12 +36,27 @@ LINE = 16  # floats in a cache line
 
 @njit(nogil=True, cache=True)
 def _scatter_rows(
-    chosen: np.ndarray, first: int, rows: int, lanes: int, cell_HR: np.ndarray, sign_HR: np.ndarray, cells: np.ndarray
+    chosen: np.ndarray,
+    first: int,
+    rows: int,
+    lanes: int,
+    cell_HR: np.ndarray,
+    sign_HR: np.ndarray,
+    cells: np.ndarray,
+    gradient_N: np.ndarray,
+    carry_N: np.ndarray,
 ) -> None:
-    """Add ``rows`` rows of a tile, the first of which is row ``first`` of the shard, to their cells."""
+    """Add ``rows`` rows of a tile, the first of which is row ``first`` of the shard, to their cells.
+
+    Meanwhile the next tile of gradient_N and carry_N is asked for: else memory would be idle here.
+    """
     width, last = cells.shape[2], cell_HR.shape[1] - 1
     flat = cells.reshape(-1)
     for r in range(first, first + rows):
+        start = (r + rows) * lanes
+        for i in range(start, min(start + lanes, len(gradient_N)), LINE):
+            prefetch(gradient_N, i)
+            prefetch(carry_N, i)
         row = chosen[(r - first) * lanes : (r - first) * lanes + width]
         for h in range(cells.shape[0]):  # the next row's cells are on their way while this one's are added
             start = (h * cells.shape[1] + cell_HR[h, min(r + 1, last)]) * width
@@ -113,7 +128,7 @@ def _encode_shard(
         if lanes == 1:
             _scatter_single_lane(chosen, start, rows, cell_HR, sign_HR, cells)
         else:
-            _scatter_rows(chosen, start // lanes, rows, lanes, cell_HR, sign_HR, cells)
+            _scatter_rows(chosen, start // lanes, rows, lanes, cell_HR, sign_HR, cells, gradient_N, carry_N)
     return total, squares
 
 
