@@ -17,6 +17,7 @@ from tagc.errors import UserError
 
 COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2", "packed", "int8", "int4")
 THRESHOLDS = ("sampled", "exact", "lognormal")
+KERNELS = ("auto", "reference", "cpu", "triton")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -145,7 +146,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     experiment: str = "default"  # groups runs; on the command line experiment=NAME takes conf/experiment/NAME.yaml
-    kernels: str = "auto"  # codec backend: auto | reference
+    kernels: str = "auto"  # codec backend: auto (the fastest that runs here) | reference | cpu (numba) | triton (CUDA)
     seed: int = 0  # in [0, 2^32); initial weights, data order, hashes
 
     @property
@@ -210,7 +211,7 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "logging.wandb", g.wandb in ("auto", "online", "offline", "disabled"), "auto, online, offline or disabled"
     yield "logging.fidelity_every", g.fidelity_every >= 0, "an integer >= 0 (0: never)"
     yield "logging.console_every", g.console_every >= 1, "an integer >= 1"
-    yield "kernels", c.kernels in ("auto", "reference"), "auto or reference"
+    yield "kernels", c.kernels in KERNELS, "one of " + ", ".join(KERNELS)
     yield "seed", 0 <= c.seed < 2**32, "an integer in [0, 2^32)"
 
 
