@@ -14,7 +14,6 @@ from torch import Tensor
 from tagc.errors import UserError
 
 ELEMENT_TILE = 2048  # elements of a pass over a shard; a multiple of 8, so that a byte of an index has one writer
-COUNT_TILE = 1024  # bytes of an index counted by one program of the decoders
 CELL_TILE_ELEMENTS = 1024  # cells x lanes summed by one program
 PEEL_WORDS = 512  # words of bits in one program that looks for pure cells
 PEEL_BYTES = 256  # bytes of bits in one program that takes values; a thread takes those of its bytes in turn
@@ -80,3 +79,9 @@ def threshold_stride(threshold: Tensor, ranks: int) -> int:
     if threshold.numel() not in (1, ranks):
         raise UserError(f"threshold has {threshold.numel()} elements for {ranks} shards; pass one, or one per shard")
     return 0 if threshold.numel() == 1 else 1
+
+
+def check_wire(wire_dtype: torch.dtype) -> None:
+    """Errors: ``UserError`` unless values can travel in ``wire_dtype``."""
+    if wire_dtype not in WIRE_DTYPES:
+        raise UserError(f"wire_dtype={wire_dtype} is not supported by kernels=triton; choose float32 or bfloat16")

@@ -71,6 +71,7 @@ def encode_sketch(
         owed=(owed_WB, (torch.uint8,), (ranks, index_bytes)),
         threshold=(threshold_W1, (torch.float32,), tuple(threshold_W1.shape)),
     )
+    launch.check_wire(wire_dtype)
     tiles = triton.cdiv(numel, launch.ELEMENT_TILE)
     stride = launch.threshold_stride(threshold_W1, ranks)
     index_WB = torch.empty(ranks, index_bytes, dtype=torch.uint8, device=device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tagc.kernels.triton.shared_kernels import add_old, narrow, pack_mask, read_bits, widen
+from tagc.kernels.triton.parts import add_old, narrow, pack_mask, read_bits, widen
 
 
 @triton.jit
