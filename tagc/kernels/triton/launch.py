@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tagc.codec.hashing import HASH_ROWS, HashTable, SketchLayout
 from tagc.errors import UserError
 
 ELEMENT_TILE = 2048  # elements of a pass over a shard; a multiple of 8, so that a byte of an index has one writer
@@ -30,24 +31,31 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 WIRE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors (``TRITON_INTERPRET=1`` at import)."""
-    return bool(triton.knobs.runtime.interpret)
+# Whether kernels run in Triton's interpreter, on CPU tensors: decided when they are defined.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+Check = tuple[Tensor, tuple[torch.dtype, ...], tuple[int, ...]]  # an argument, its legal dtypes, its shape
 
 
 def explain_unusable(device: torch.device) -> str | None:
     """Why the kernels cannot run on ``device``; None if they can."""
-    if is_interpreted():
-        return None if device.type in ("cpu", "cuda") else f"kernels=triton runs on a GPU, not on {device}"
+    if INTERPRETED:
+        return None
     if device.type != "cuda":
-        return f"kernels=triton needs a GPU, and the tensors are on {device}; choose kernels=cpu, or TRITON_INTERPRET=1"
+        return f"kernels=triton needs a GPU, and the tensors are on {device}; choose kernels=cpu or reference"
+    if device.index not in (None, torch.cuda.current_device()):
+        return (
+            f"kernels=triton launches on cuda:{torch.cuda.current_device()}, not {device}; call torch.cuda.set_device"
+        )
     if torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"kernels=triton needs compute capability 8.0 (A100) or newer; {torch.cuda.get_device_name(device)} is older"
+        return (
+            f"kernels=triton needs an A100 or newer, not {torch.cuda.get_device_name(device)}; choose kernels=reference"
+        )
     return None
 
 
-def check_tensors(**tensors: tuple[Tensor, tuple[torch.dtype, ...], tuple[int, ...]]) -> None:
-    """Check device, dtype, shape and layout of a launcher's arguments, given as name=(tensor, dtypes, shape).
+def check_tensors(**tensors: Check) -> None:
+    """Check device, dtype, shape and layout of a launcher's arguments, the first of which names the device.
 
     Errors: ``UserError`` naming the argument. A kernel reads memory by arithmetic, so a wrong layout would be read
     silently. Host syncs: none.
@@ -66,6 +74,16 @@ def check_tensors(**tensors: tuple[Tensor, tuple[torch.dtype, ...], tuple[int, .
             raise UserError(f"{name} has shape {tuple(tensor.shape)} where {shape} is expected")
         if not tensor.is_contiguous():
             raise UserError(f"{name} is not contiguous; pass {name}.contiguous()")
+
+
+def name_table(layout: SketchLayout, table: HashTable) -> dict[str, Check]:
+    """A hash table's tensors as arguments of :func:`check_tensors`."""
+    depth = -(-layout.rows // layout.cells)
+    return {
+        "table.cell_HR": (table.cell_HR, (torch.int64,), (HASH_ROWS, layout.rows)),
+        "table.sign_HR": (table.sign_HR, (torch.float32,), (HASH_ROWS, layout.rows)),
+        "table.rows_HCK": (table.rows_HCK, (torch.int64,), (HASH_ROWS, layout.cells, depth)),
+    }
 
 
 def check_numel(numel: int) -> None:

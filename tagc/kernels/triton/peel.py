@@ -26,6 +26,48 @@ def view_words(bits: Tensor) -> Tensor:
     return bits.view(torch.int32) if bits.shape[-1] >= 4 else bits
 
 
+class Peeling:
+    """The state of one decode: bits of the union and of what is unresolved by row, pure lanes by cell, and values."""
+
+    def __init__(self, cells_S: Tensor, layout: SketchLayout, table: HashTable) -> None:
+        width, device = row_bytes(layout.lanes), cells_S.device
+        self.peers_RP = torch.empty(layout.rows, width, dtype=torch.uint8, device=device)
+        self.open_RP = torch.empty_like(self.peers_RP)
+        self.value_N = torch.empty(layout.numel, device=device)  # written where an element is resolved or estimated
+        self._pure_FP = torch.empty(HASH_ROWS * layout.cells, width, dtype=torch.uint8, device=device)
+        self._layout, self._rows_HCK, self._shape = layout, table.rows_HCK, {"LANES": layout.lanes, "ROW_BYTES": width}
+        self._tables = (cells_S, table.cell_HR, table.rows_HCK, table.sign_HR)
+        self._sizes = (layout.rows, layout.cells, table.rows_HCK.shape[2])
+        self._by_rows = self._shape | {"ROW_TILE": launch.PEEL_BYTES // width} | launch.OPTIONS
+        self._grid = (triton.cdiv(layout.rows, self._by_rows["ROW_TILE"]),)
+
+    def load(self, index_B: Tensor) -> None:
+        """Start from the union of the peers."""
+        sizes = (self._layout.numel, self._layout.rows)
+        peel_kernels.spread_index[self._grid](index_B, self.peers_RP, self.open_RP, *sizes, **self._by_rows)
+
+    def run_rounds(self, launched: int, limit: int) -> None:
+        """Peel: ``launched`` rounds over the whole device, then each byte of lanes alone up to round ``limit``."""
+        state = (*self._tables, self._pure_FP, self.peers_RP, self.open_RP, self.value_N, *self._sizes)
+        open_words, pure_words = view_words(self.open_RP), view_words(self._pure_FP)
+        all_cells, words = pure_words.shape
+        tile = launch.PEEL_WORDS // words
+        grid = (triton.cdiv(all_cells, tile),)
+        sizes = (self._layout.rows, all_cells, self._rows_HCK.shape[2])
+        for _ in range(launched):
+            peel_kernels.find_pure[grid](
+                open_words, self._rows_HCK, pure_words, *sizes, WORDS=words, CELL_TILE=tile, **launch.OPTIONS
+            )
+            peel_kernels.peel_rows[self._grid](*state, **self._by_rows)
+        rest = self._shape | {"TILE": launch.COLUMN_TILE} | launch.COLUMN_OPTIONS
+        peel_kernels.peel_columns[(self.open_RP.shape[1],)](*state, limit - launched, **rest)
+
+    def estimate(self) -> None:
+        """Give what is unresolved the median of its three cells."""
+        state = (*self._tables, self.peers_RP, self.open_RP, self.value_N, *self._sizes)
+        peel_kernels.estimate_rows[self._grid](*state, **self._by_rows)
+
+
 def decode_sketch(
     index_B: Tensor, cells_S: Tensor, own_N: Tensor, *, layout: SketchLayout, table: HashTable, estimate: bool
 ) -> DecodedSketch:
@@ -35,75 +77,36 @@ def decode_sketch(
     launch runs what is left. Host syncs: none. Exactness: masks and counts bitwise, also where the rounds run out;
     values up to the order of subtractions.
     """
-    numel, device = layout.numel, cells_S.device
-    launch.check_numel(numel)
+    launch.check_numel(layout.numel)
     launch.check_tensors(
-        index=(index_B, (torch.uint8,), (bitmap_bytes(numel),)),
         cells=(cells_S, (torch.float32,), (layout.sketch_numel,)),
-        own=(own_N, (torch.float32,), (numel,)),
+        index=(index_B, (torch.uint8,), (bitmap_bytes(layout.numel),)),
+        own=(own_N, (torch.float32,), (layout.numel,)),
+        **launch.name_table(layout, table),
     )
-    width, depth = row_bytes(layout.lanes), table.rows_HCK.shape[2]
-    peers_RP = torch.empty(layout.rows, width, dtype=torch.uint8, device=device)
-    open_RP = torch.empty_like(peers_RP)
-    pure_FP = torch.empty(HASH_ROWS * layout.cells, width, dtype=torch.uint8, device=device)
-    value_N = torch.empty(numel, device=device)
-    shape = {"LANES": layout.lanes, "ROW_BYTES": width}
-    by_rows = shape | {"ROW_TILE": launch.PEEL_BYTES // width} | launch.OPTIONS
-    grid = (triton.cdiv(layout.rows, by_rows["ROW_TILE"]),)
-    peel_kernels.spread_index[grid](index_B, peers_RP, open_RP, numel, layout.rows, **by_rows)
-    state = (cells_S, table.cell_HR, table.rows_HCK, table.sign_HR, pure_FP, peers_RP, open_RP, value_N)
-    sizes = (layout.rows, layout.cells, depth)
-    for _ in range(launch.LAUNCHED_ROUNDS):
-        find_pure(open_RP, pure_FP, layout, table)
-        peel_kernels.peel_rows[grid](*state, *sizes, **by_rows)
-    peel_kernels.peel_columns[(width,)](
-        *state,
-        *sizes,
-        MAX_ROUNDS - launch.LAUNCHED_ROUNDS,
-        **shape,
-        TILE=launch.COLUMN_TILE,
-        **launch.COLUMN_OPTIONS,
-    )
+    peeling = Peeling(cells_S, layout, table)
+    peeling.load(index_B)
+    peeling.run_rounds(min(launch.LAUNCHED_ROUNDS, MAX_ROUNDS), MAX_ROUNDS)
     if estimate:
-        without_pure = (*state[:4], *state[5:])
-        peel_kernels.estimate_rows[grid](*without_pure, *sizes, **by_rows)
-    return _finish(index_B, own_N, open_RP, value_N, layout, estimate)
+        peeling.estimate()
+    return _finish(index_B, own_N, peeling, layout, estimate)
 
 
-def find_pure(open_RP: Tensor, pure_FP: Tensor, layout: SketchLayout, table: HashTable) -> None:
-    """Mark the lanes of every cell that exactly one unresolved element hits."""
-    words = view_words(open_RP)
-    all_cells, tile = HASH_ROWS * layout.cells, launch.PEEL_WORDS // words.shape[1]
-    peel_kernels.find_pure[(triton.cdiv(all_cells, tile),)](
-        words,
-        table.rows_HCK,
-        view_words(pure_FP),
-        layout.rows,
-        all_cells,
-        table.rows_HCK.shape[2],
-        WORDS=words.shape[1],
-        CELL_TILE=tile,
-        **launch.OPTIONS,
-    )
-
-
-def _finish(
-    index_B: Tensor, own_N: Tensor, open_RP: Tensor, value_N: Tensor, layout: SketchLayout, estimate: bool
-) -> DecodedSketch:
+def _finish(index_B: Tensor, own_N: Tensor, peeling: Peeling, layout: SketchLayout, estimate: bool) -> DecodedSketch:
     unresolved_B = torch.empty_like(index_B)
     tiles = triton.cdiv(layout.numel, launch.ELEMENT_TILE)
     count_3T = torch.empty(3, tiles, dtype=torch.int32, device=own_N.device)
     peel_kernels.finish_peeling[(tiles,)](
         index_B,
         own_N,
-        open_RP,
-        value_N,
+        peeling.open_RP,
+        peeling.value_N,
         unresolved_B,
         count_3T,
         layout.numel,
         index_B.numel(),
         LANES=layout.lanes,
-        ROW_BYTES=open_RP.shape[1],
+        ROW_BYTES=peeling.open_RP.shape[1],
         ESTIMATE=estimate,
         TILE=launch.ELEMENT_TILE,
         **launch.OPTIONS,

@@ -37,9 +37,7 @@ def spread_index(
 
 
 @triton.jit
-def find_pure(
-    open_ptr, rows_ptr, pure_ptr, rows, all_cells, depth, WORDS: tl.constexpr, CELL_TILE: tl.constexpr
-):
+def find_pure(open_ptr, rows_ptr, pure_ptr, rows, all_cells, depth, WORDS: tl.constexpr, CELL_TILE: tl.constexpr):
     """First half of a round, for all cells. Grid: (tiles of cells,). Reads open, writes its own rows of pure."""
     flat = tl.program_id(0) * CELL_TILE + tl.arange(0, CELL_TILE)
     mark_pure(open_ptr, rows_ptr, pure_ptr, flat, tl.arange(0, WORDS), rows, all_cells, depth, WORDS)

@@ -66,10 +66,11 @@ def encode_sketch(
     index_bytes, device = bitmap_bytes(numel), gradient_WN.device
     launch.check_numel(numel)
     launch.check_tensors(
-        gradient=(gradient_WN, (torch.float32,), (ranks, numel)),
+        gradient=(gradient_WN, (torch.float32,), (ranks, layout.numel)),
         carry=(carry_WN, launch.STATE_DTYPES, (ranks, numel)),
         owed=(owed_WB, (torch.uint8,), (ranks, index_bytes)),
         threshold=(threshold_W1, (torch.float32,), tuple(threshold_W1.shape)),
+        **launch.name_table(layout, table),
     )
     launch.check_wire(wire_dtype)
     tiles = triton.cdiv(numel, launch.ELEMENT_TILE)
