@@ -17,6 +17,7 @@ from tagc.errors import UserError
 
 COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2")
 THRESHOLDS = ("sampled", "exact", "lognormal")
+KERNELS = ("auto", "reference", "cpu", "triton")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -140,7 +141,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     experiment: str = "default"  # free name that groups runs
-    kernels: str = "auto"  # codec backend: auto | reference
+    kernels: str = "auto"  # codec backend: auto | reference | cpu | triton
     seed: int = 0  # >= 0; initial weights, data order, hashes
 
     @property
@@ -201,7 +202,7 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "logging.wandb", g.wandb in ("auto", "online", "offline", "disabled"), "auto, online, offline or disabled"
     yield "logging.fidelity_every", g.fidelity_every >= 0, "an integer >= 0 (0: never)"
     yield "logging.console_every", g.console_every >= 1, "an integer >= 1"
-    yield "kernels", c.kernels in ("auto", "reference"), "auto or reference"
+    yield "kernels", c.kernels in KERNELS, "one of " + ", ".join(KERNELS)
     yield "seed", c.seed >= 0, "an integer >= 0"
 
 
