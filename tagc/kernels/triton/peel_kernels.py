@@ -29,7 +29,8 @@ def spread_index(
     width = tl.minimum(tl.minimum(LANES - byte * 8, numel - first), 8)  # bits in this byte, at most 0 behind the end
     inside = (row < rows) & (width > 0)
     low = tl.load(index_ptr + (first >> 3), mask=inside, other=0).to(tl.int32)
-    high = tl.load(index_ptr + (first >> 3) + 1, mask=inside & (first + 8 < ((numel + 7) & -8)), other=0).to(tl.int32)
+    has_next = inside & ((first >> 3) < ((numel - 1) >> 3))
+    high = tl.load(index_ptr + (first >> 3) + 1, mask=has_next, other=0).to(tl.int32)
     bits = ((low | (high << 8)) >> (first & 7).to(tl.int32)) & ((1 << tl.maximum(width, 0).to(tl.int32)) - 1)
     at = row * ROW_BYTES + byte
     tl.store(peers_ptr + at, bits.to(tl.uint8), mask=row < rows)
