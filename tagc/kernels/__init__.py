@@ -33,8 +33,9 @@ class Backend:
 BACKENDS: dict[str, Backend] = {
     "reference": Backend("tagc.kernels.reference", ("cpu", "cuda")),
     "cpu": Backend("tagc.kernels.cpu", ("cpu",)),
+    "triton": Backend("tagc.kernels.triton", ("cuda",)),
 }
-FASTEST_FIRST = ("cpu", "reference")  # the order in which ``auto`` tries
+FASTEST_FIRST = ("triton", "cpu", "reference")  # the order in which ``auto`` tries
 
 
 def resolve_backend(name: str, device_type: str = "cpu") -> tuple[str, ModuleType]:

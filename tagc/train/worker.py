@@ -45,7 +45,7 @@ def run_worker(config: Config, data: DataInfo, run_dir: str) -> None:
 
 
 def _train(config: Config, data: DataInfo, run_dir: str, device: torch.device) -> None:
-    kernels_name, kernels = resolve_backend(config.kernels)
+    kernels_name, kernels = resolve_backend(config.kernels, device.type)
     extra = {"data": asdict(data), "backend": dist.get_backend(), "threads_per_rank": torch.get_num_threads()}
     manifest = build_manifest(config, kernels=kernels_name, device=str(device), extra=extra)
     recorder = Recorder(Path(run_dir), config, manifest) if dist.get_rank() == 0 else NullRecorder()
