@@ -6,10 +6,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := run.py tagc tests
+SOURCES := run.py tagc tests experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fix clean
+.PHONY: help setup run test check fix bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ check: $(STAMP)  ## lint, formatting and types; changes nothing
 	$(BIN)/ruff check --no-fix $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
+
+bench: $(STAMP)  ## time the kernels against a copy, once their tests pass (QUICK=1: under a minute)
+	$(BIN)/python -m pytest tests/kernels
+	$(BIN)/python -m experiments.kernels.bench $(if $(QUICK),--quick) $(ARGS)
 
 fix: $(STAMP)  ## mend what the linter and the formatter can
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -22,7 +22,7 @@ from tagc.config import Config, to_dict
 from tagc.record.files import write_text_atomic
 from tagc.record.wandb_mirror import resolve_mode
 
-PACKAGES = ("torch", "triton", "numpy", "hydra-core", "tagc")
+PACKAGES = ("torch", "triton", "numba", "numpy", "hydra-core", "tagc")
 SOURCE_DIR = Path(tagc.__file__).resolve().parent
 
 
