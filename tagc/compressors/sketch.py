@@ -1,7 +1,8 @@
 """``lhc``, ``tagc`` and ``tagc2``: select, sketch, send an index and cells, peel at the owner.
 
 The three differ in configuration only: ``lhc`` sends every non-zero (sparsity 0, all layers), ``tagc`` the largest
-values with error feedback in fp32 cells, ``tagc2`` the same in bf16 cells. Sources: arXiv 2402.07529 (LHC),
+values with error feedback in fp32 cells, ``tagc2`` the same in bf16 cells with a sketch whose size follows the measured
+union (``adaptive_ratio``). Sources: arXiv 2402.07529 (LHC),
 arXiv 2504.05638 (TAGC), FAIA 260015 (TAGC-2).
 
 The owner keeps its own selected values apart: they never enter a sketch, so its peeling problem holds the union of its
@@ -43,7 +44,6 @@ class Sketch(Compressor):
         carry_dtype = getattr(torch, config.residual_dtype)
         self.carry_WN = torch.zeros(spec.ranks, spec.numel, device=spec.device, dtype=carry_dtype)
         self.owed_WB = torch.zeros(spec.ranks, bitmap_bytes(spec.numel), dtype=torch.uint8, device=spec.device)
-        self._seed = spec.own_seed
         self._dense_until: float = config.warmup_steps
         self._unresolved_B: Tensor | None = None
         if config.dense_fallback:
@@ -64,9 +64,10 @@ class Sketch(Compressor):
         if self._dense_until != math.inf:
             return None
         if self._sketch_bytes() > self._dense_bytes():
+            remedy = "sparsity" if self.config.adaptive_ratio else "ratio"
             return (
                 f"{self.spec.name}: dense, its sketch would be larger ({self._sketch_bytes()} against "
-                f"{self._dense_bytes()} bytes); raise compressor.ratio"
+                f"{self._dense_bytes()} bytes); raise compressor.{remedy}"
             )
         return (
             f"{self.spec.name}: dense, sparsity {self.config.sparsity} at {self.spec.ranks} ranks loads the sketch to "

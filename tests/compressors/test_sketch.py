@@ -254,6 +254,7 @@ class TestAdaptiveRatio:
             "tagc2", 8, 20_011, adaptive_ratio=True, max_load=0.65, value_dtype="bfloat16", dense_fallback=True
         )[0]
         assert compressor.is_dense(10**9)
+        assert "compressor.sparsity" in compressor.explain_dense()
 
     @staticmethod
     def adapt_all(compressors, step):
