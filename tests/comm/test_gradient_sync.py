@@ -277,10 +277,9 @@ def train_long(rank, config):
     return losses, run.report
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_tagc2_learns_almost_like_fsdp(ranks):
-    """30 steps on three batches: both memorise; error feedback keeps tagc2 close."""
-    config = tiny_config("tagc2", ranks, ratio=2.0 if ranks == 2 else 1.2)
+def test_tagc2_learns_almost_like_fsdp(ranks=4):
+    """30 steps on three batches: both memorise; error feedback and a sketch that follows the union keep tagc2 close."""
+    config = tiny_config("tagc2", ranks, adaptive_ratio=True, max_load=0.65)
     config.compressor.value_dtype = "bfloat16"
     dense = run_ranks(train_long, ranks, tiny_config("fsdp", ranks))[0][0]
     sparse, report = run_ranks(train_long, ranks, config)[0]

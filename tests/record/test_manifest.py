@@ -19,7 +19,7 @@ def test_the_manifest_says_what_ran_where(config) -> None:
     assert built["argv"] == ["run.py", "seed=0"]
     assert built["seed"] == config.seed
     assert built["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert set(built["versions"]) == {"python", "torch", "triton", "numpy", "hydra-core", "tagc"}
+    assert set(built["versions"]) == {"python", "torch", "triton", "numba", "numpy", "hydra-core", "tagc"}
     assert built["hardware"]["cpu_cores"] >= built["hardware"]["cpu_cores_usable"] >= 1
     assert built["hardware"]["memory_bytes"] > 2**28
     assert built["hardware"]["cpu_model"]
