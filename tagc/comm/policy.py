@@ -65,7 +65,7 @@ def format_policy(summary: list[RoleSummary]) -> list[str]:
         total.compressed += line.compressed
         total.dense_bytes += line.dense_bytes
         total.sent_bytes += line.sent_bytes
-    lines = ["gradients by role   elements    compressed   sent per rank and step, fp32 -> at best"]
+    lines = ["gradients by role   elements   compressed    sent per step, fp32 -> at best"]
     for line in [*sorted(summary, key=lambda line: -line.parameters), total]:
         share = line.compressed / line.parameters
         lines.append(
