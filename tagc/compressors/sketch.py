@@ -161,8 +161,11 @@ class Sketch(Compressor):
         wire = x.to(self.wire_dtype)
         kept_W = (x != 0).sum(dim=1)
         self.stats.kept, self.stats.densest = kept_W.sum(), kept_W.max()
-        torch.sub(x, wire, out=self.carry_WN)  # the rounding of a bf16 wire, else zero
-        self.owed_WB.fill_(255 if self.config.error_feedback else 0)
+        if self.config.error_feedback:
+            torch.sub(x, wire, out=self.carry_WN)  # the rounding of a bf16 wire, else zero
+        else:
+            self.carry_WN.zero_()
+        self.owed_WB.fill_(255)
         self.stats.residual_squared = self.carry_WN.float().square().sum()
         return [Part(wire, "sum", "value")]
 

@@ -111,8 +111,9 @@ def test_lhc_sketches_what_fits():
     "setting",
     ["model.tie_weights", "trainer.activation_checkpointing", "trainer.param_dtype", "trainer.reshard_after_forward"],
 )
-def test_tagc_works_with_every_way_to_shard(setting, ranks=3):
+def test_tagc_works_with_every_way_to_shard(setting):
     """Sparsity 0 and room: the same gradients as the dense baseline under the same setting, two micro-batches."""
+    ranks = 3
     results = []
     for name in ("tagc", "fsdp"):
         config = tiny_config(name, ranks, sparsity=0.0, ratio=0.5, threshold="exact", dense_fallback=False)
@@ -277,8 +278,9 @@ def train_long(rank, config):
     return losses, run.report
 
 
-def test_tagc2_learns_almost_like_fsdp(ranks=4):
+def test_tagc2_learns_almost_like_fsdp():
     """30 steps on three batches: both memorise; error feedback and a sketch that follows the union keep tagc2 close."""
+    ranks = 4
     config = tiny_config("tagc2", ranks, adaptive_ratio=True, max_load=0.65)
     config.compressor.value_dtype = "bfloat16"
     dense = run_ranks(train_long, ranks, tiny_config("fsdp", ranks))[0][0]
@@ -292,7 +294,8 @@ def train_each(rank, configs):
     return [train_long(rank, config) for config in configs]
 
 
-def test_packed_and_int8_learn_like_fsdp(ranks=3):
+def test_packed_and_int8_learn_like_fsdp():
+    ranks = 3
     configs = [tiny_config(name, ranks) for name in ("fsdp", "packed", "int8")]
     for config in configs:
         config.compressor.value_dtype = "bfloat16"
