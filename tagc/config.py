@@ -119,6 +119,7 @@ class TrainerConfig:
     compile: bool = False  # torch.compile every block
     eval_every: int = 50  # validate every so many steps (always at the end), >= 1
     timing_warmup_steps: int = 5  # first steps left out of iteration-time statistics, >= 0
+    profile: bool = False  # trace three steps after those on every rank, profile/rank<r>.json.gz in the run folder
 
 
 @dataclass
@@ -248,6 +249,12 @@ def validate(config: Config) -> Config:
         raise UserError(
             f"trainer.global_batch={trainer.global_batch} is not a multiple of cluster.ranks={ranks}{micro}; "
             f"try trainer.global_batch={choices}" + (", or a smaller trainer.micro_batch" if micro else "")
+        )
+    if trainer.profile and trainer.max_steps <= trainer.timing_warmup_steps:
+        raise UserError(
+            f"trainer.profile=true traces steps after the first trainer.timing_warmup_steps="
+            f"{trainer.timing_warmup_steps}, but trainer.max_steps={trainer.max_steps} leaves none; "
+            f"set trainer.max_steps={trainer.timing_warmup_steps + 3} or more, or fewer trainer.timing_warmup_steps"
         )
     return config
 
