@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Any
 
 from tagc.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2", "packed", "int8", "int4")
 THRESHOLDS = ("sampled", "exact", "lognormal")
@@ -264,6 +265,8 @@ def from_omegaconf(config: DictConfig) -> Config:
 
     Errors: ``UserError`` naming the key, the value and the legal range.
     """
+    from omegaconf import OmegaConf  # here: the schema itself must load where Hydra is not installed
+
     result = OmegaConf.to_object(config)
     if not isinstance(result, Config):
         raise UserError("the configuration was composed without the schema; conf/config.yaml must list `base_config`")
