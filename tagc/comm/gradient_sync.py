@@ -232,8 +232,8 @@ class GradientSync:
         """
         for slot, unresolved_R in zip(slots, unresolved_RS.unbind(1), strict=True):
             most = int(unresolved_R.nan_to_num().max())
-            own = slot.compressor.unresolved_positions()
-            if most == 0 or own is None:
+            own = slot.compressor.unresolved_positions() if most else None  # finding them waits for the device
+            if own is None:
                 continue
             message = own.new_full((most,), -1, dtype=torch.int32)
             message[: own.numel()] = own
