@@ -47,6 +47,8 @@ class StepProfiler:
             return train_step(step)
         if self._steps_to_wait > 0:
             self._steps_to_wait -= 1
+            if step + 1 == self._max_steps:  # resumed close to the end
+                logger.warning("trainer.profile=true: the run ends before a step could be traced")
             return train_step(step)
         if self._profile is None:
             self._profile = self._start()
