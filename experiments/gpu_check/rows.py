@@ -41,9 +41,9 @@ class Part:
         metric: str,
         unit: str,
         value: float,
-        spread: tuple[float, float, int] | None = None,
+        spread: tuple[float | None, float | None, int] | None = None,
     ) -> None:
-        """Append one row to rows.csv at once. spread: 20th and 80th percentile and n; ``value`` is then the median."""
+        """Append one row to rows.csv at once. spread: p20 and p80 (or None) and n; ``value`` is then a median."""
         path = self.out / "rows.csv"
         p20, p80, n = spread or (None, None, 1)
         words = " ".join(f"{key}={value}" for key, value in setting.items() if value is not None)

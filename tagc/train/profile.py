@@ -2,7 +2,7 @@
 
 Every rank writes ``profile/rank<r>.json.gz`` into the run folder, for Perfetto or Chrome. It holds the named ranges
 encode, exchange, decode, gather and exposed, one range per bucket, and every operation of all threads; on CUDA the
-kernels by stream too.
+kernels by stream too. A step with a fidelity diagnostic exchanges in line and so shows no overlap.
 """
 
 from __future__ import annotations
