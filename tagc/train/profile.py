@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +61,7 @@ class StepProfiler:
         return row
 
     def _start(self) -> profile:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes its start and stop to the console
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
         # The thread that exchanges gradients was started before: by default only this thread would be seen.
         config = _ExperimentalConfig(profile_all_threads=True)
