@@ -72,11 +72,9 @@ class Exchange:
                 self.sent_bytes[part.kind] += _peers_bytes(part, ranks)
         if _is_gloo(group):
             received = [torch.empty_like(part.tensor) for part in parts]
-            for part, rows in zip(parts, received, strict=True):
-                rows[group.rank()].copy_(part.tensor[group.rank()])
             pairs = [(list(part.tensor), list(rows)) for part, rows in zip(parts, received, strict=True)]
             self._exchange_pieces(pairs, group, paced=not diagnostic)
-            return [_reduce_rows(rows, part) for part, rows in zip(parts, received, strict=True)]
+            return [_reduce_rows(rows, part, group.rank()) for part, rows in zip(parts, received, strict=True)]
         with self._pace_stream(0 if diagnostic else sum(_peers_bytes(part, ranks) for part in parts)):
             return [_reduce_scatter_native(part, group) for part in parts]
 
@@ -154,13 +152,24 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-def _reduce_rows(rows_WN: Tensor, part: Part) -> Tensor:
-    if part.reduce == "or":
-        return or_bitmaps(rows_WN)
-    if part.reduce == "stack":
-        return rows_WN
-    total = rows_WN[0].to(torch.float32, copy=True)
-    for row in rows_WN[1:]:
+def _reduce_rows(rows_WN: Tensor, part: Part, own_rank: int | None = None) -> Tensor:
+    """``own_rank``: the row that was not sent anywhere, and is still in ``part`` only."""
+    if part.reduce == "sum":
+        rows = list(rows_WN)
+        if own_rank is not None:
+            rows[own_rank] = part.tensor[own_rank]
+        return _sum_rows(rows)
+    if own_rank is not None:
+        rows_WN[own_rank].copy_(part.tensor[own_rank])
+    return or_bitmaps(rows_WN) if part.reduce == "or" else rows_WN
+
+
+def _sum_rows(rows: Sequence[Tensor]) -> Tensor:
+    if rows[0].dtype == torch.float32 and len(rows) > 1:
+        total, rest = rows[0] + rows[1], rows[2:]  # one pass over memory instead of a copy and a sum
+    else:
+        total, rest = rows[0].to(torch.float32, copy=True), rows[1:]
+    for row in rest:
         total += row
     return total
 
