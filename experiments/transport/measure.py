@@ -22,7 +22,7 @@ from tagc.config import BandwidthConfig, CompressorConfig, Config, ModelConfig, 
 from tagc.launch import launch
 from tagc.record.manifest import describe_git
 
-RATES_MBPS = (50.0, 200.0, 1000.0)
+RATES_MBPS = (1000.0, 200.0, 50.0)
 COLUMNS = (
     "rate_mbps",
     "what",
@@ -72,14 +72,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="CSV file; default: standard output")
     out = parser.parse_args().out
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    table = []
-    for rate_mbps in RATES_MBPS:
-        with tempfile.TemporaryDirectory() as folder:
-            table += summarise(rate_mbps, launch(configure(rate_mbps), Path(folder), run_rank)["rows"])
     with out.open("w", newline="") if out else sys.stdout as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows(table)
+        for rate_mbps in RATES_MBPS:
+            with tempfile.TemporaryDirectory() as folder:
+                writer.writerows(summarise(rate_mbps, launch(configure(rate_mbps), Path(folder), run_rank)["rows"]))
+            file.flush()
     logging.info("measured at commit %s", describe_git()["git_commit"])
 
 

@@ -28,7 +28,7 @@ from tagc.train.parallel import shard_model, unit_parameter_names
 
 CPU = torch.device("cpu")
 SECONDS = 0.2  # every operation moves what the link carries in this time, in each direction
-ROUNDS, WARMUP_STEPS, STEPS = 11, 2, 10
+ROUNDS, WARMUP_STEPS, STEPS = 9, 1, 6
 VOCAB = 4096
 
 
