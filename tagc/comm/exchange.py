@@ -12,7 +12,7 @@ Not counted: the per-step control message (a few numbers per bucket) and the gra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -71,12 +71,36 @@ class Exchange:
             if not diagnostic:
                 self.sent_bytes[part.kind] += _peers_bytes(part, ranks)
         if _is_gloo(group):
-            received = [torch.empty_like(part.tensor) for part in parts]
-            pairs = [(list(part.tensor), list(rows)) for part, rows in zip(parts, received, strict=True)]
-            self._exchange_pieces(pairs, group, paced=not diagnostic)
-            return [_reduce_rows(rows, part, group.rank()) for part, rows in zip(parts, received, strict=True)]
+            return self._reduce_scatter_pieces(parts, group, paced=not diagnostic)
         with self._pace_stream(0 if diagnostic else sum(_peers_bytes(part, ranks) for part in parts)):
             return [_reduce_scatter_native(part, group) for part in parts]
+
+    def _reduce_scatter_pieces(self, parts: Sequence[Part], group: dist.ProcessGroup, *, paced: bool) -> list[Tensor]:
+        """Adds piece by piece while later pieces are under way: at 1 Gbit/s adding takes a tenth of the time."""
+        rank = group.rank()
+        received = [torch.empty_like(part.tensor) for part in parts]
+        reduced = {
+            number: torch.empty_like(part.tensor[0], dtype=torch.float32)
+            for number, part in enumerate(parts)
+            if part.reduce == "sum"
+        }
+
+        def add_piece(number: int, piece: slice) -> None:
+            part = parts[number]
+            if number in reduced:
+                rows = [row.flatten() for row in received[number]]
+                rows[rank] = part.tensor[rank].flatten()  # was sent nowhere
+                size = part.tensor.itemsize
+                elements = slice(piece.start // size, piece.stop // size)
+                _add_rows([row[elements] for row in rows], reduced[number].view(-1)[elements])
+
+        pairs = [(list(part.tensor), list(rows)) for part, rows in zip(parts, received, strict=True)]
+        self._exchange_pieces(pairs, group, paced=paced, on_arrival=add_piece)
+        for number, part in enumerate(parts):
+            if number not in reduced:
+                received[number][rank].copy_(part.tensor[rank])
+                reduced[number] = _reduce_rows(received[number], part)
+        return [reduced[number] for number in range(len(parts))]
 
     def all_gather(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup, kind: Kind) -> None:
         """Gather every rank's ``shard`` [n] into ``output`` [W * n], in rank order. ``shard`` may be a view of it."""
@@ -104,22 +128,30 @@ class Exchange:
         return self._stream_pacer.pace(nbytes)
 
     def _exchange_pieces(
-        self, pairs: Sequence[tuple[list[Tensor], list[Tensor]]], group: dist.ProcessGroup, *, paced: bool
+        self,
+        pairs: Sequence[tuple[list[Tensor], list[Tensor]]],
+        group: dist.ProcessGroup,
+        *,
+        paced: bool,
+        on_arrival: Callable[[int, slice], None] = lambda number, piece: None,
     ) -> None:
-        """Send ``pairs[i][0][w]`` to rank w and receive rank w's into ``pairs[i][1][w]``, for all i and w at once."""
+        """Send ``pairs[i][0][w]`` to rank w and receive rank w's into ``pairs[i][1][w]``, for all i and w at once.
+
+        ``on_arrival(i, piece)``: these bytes of every rank's row of ``pairs[i][1]`` are there.
+        """
         ranks, rank = group.size(), group.rank()
         # In turn around the ring, so that no receiver is everybody's first.
         peers = [(rank + distance) % ranks for distance in range(1, ranks)]
-        incoming = {w: _cut_pieces([rows[w] for _, rows in pairs]) for w in peers}
-        outgoing = {w: _cut_pieces([rows[w] for rows, _ in pairs]) for w in peers}
-        work = [
-            dist.irecv(piece, group=group, group_src=w, tag=tag) for w in peers for tag, piece in enumerate(incoming[w])
-        ]
-        pieces = [
-            (w, tag, piece)
-            for tag, row in enumerate(zip(*outgoing.values(), strict=True))
-            for w, piece in zip(peers, row, strict=True)
-        ]
+        plan = _plan_pieces([rows[rank] for rows, _ in pairs])
+        incoming = {w: _cut_pieces([rows[w] for _, rows in pairs], plan) for w in peers}
+        outgoing = {w: _cut_pieces([rows[w] for rows, _ in pairs], plan) for w in peers}
+        receiving = {
+            (w, tag): dist.irecv(piece, group=group, group_src=w, tag=tag)
+            for w in peers
+            for tag, piece in enumerate(incoming[w])
+        }
+        pieces = [(w, tag, outgoing[w][tag]) for tag in range(len(plan)) for w in peers]
+        sending = []
         link = self._host_pacer if paced and self._host_pacer and self._host_pacer.is_capped else None
         # All reservations first: a late wake-up from one wait must not delay the pieces behind it.
         sent_at = [link.reserve("send", piece.numel()) for _, _, piece in pieces] if link else []
@@ -127,10 +159,13 @@ class Exchange:
         for i, (w, tag, piece) in enumerate(pieces):
             if link:
                 link.wait_until(sent_at[i])
-            work.append(dist.isend(piece, group=group, group_dst=w, tag=tag))
-        for request in work:
-            assert request is not None  # only for ranks outside the group
-            request.wait()
+            sending.append(dist.isend(piece, group=group, group_dst=w, tag=tag))
+        for tag, (number, bytes_) in enumerate(plan):
+            for w in peers:
+                _wait(receiving[w, tag])
+            on_arrival(number, bytes_)
+        for request in sending:
+            _wait(request)
         if link:
             link.wait_until(arrived_at)
 
@@ -143,35 +178,45 @@ def _peers_bytes(part: Part, ranks: int) -> int:
     return part.tensor.nbytes // ranks * (ranks - 1)
 
 
-def _cut_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of the tensors' bytes, none longer than PIECE_BYTES."""
-    return [piece for tensor in tensors if tensor.numel() for piece in _as_bytes(tensor).split(PIECE_BYTES)]
+def _wait(request: dist.Work | None) -> None:
+    assert request is not None  # only for ranks outside the group
+    request.wait()
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.flatten().view(torch.uint8)
+def _plan_pieces(tensors: Sequence[Tensor]) -> list[tuple[int, slice]]:
+    """(number of the tensor, some of its bytes), none longer than PIECE_BYTES, over all tensors."""
+    return [
+        (number, slice(begin, min(begin + PIECE_BYTES, tensor.nbytes)))
+        for number, tensor in enumerate(tensors)
+        for begin in range(0, tensor.nbytes, PIECE_BYTES)
+    ]
 
 
-def _reduce_rows(rows_WN: Tensor, part: Part, own_rank: int | None = None) -> Tensor:
-    """``own_rank``: the row that was not sent anywhere, and is still in ``part`` only."""
-    if part.reduce == "sum":
-        rows = list(rows_WN)
-        if own_rank is not None:
-            rows[own_rank] = part.tensor[own_rank]
-        return _sum_rows(rows)
-    if own_rank is not None:
-        rows_WN[own_rank].copy_(part.tensor[own_rank])
-    return or_bitmaps(rows_WN) if part.reduce == "or" else rows_WN
+def _cut_pieces(tensors: Sequence[Tensor], plan: Sequence[tuple[int, slice]]) -> list[Tensor]:
+    """Views of the tensors' bytes."""
+    return [tensors[number].flatten().view(torch.uint8)[piece] for number, piece in plan]
 
 
-def _sum_rows(rows: Sequence[Tensor]) -> Tensor:
+def _reduce_rows(rows_WN: Tensor, part: Part) -> Tensor:
+    if part.reduce == "or":
+        return or_bitmaps(rows_WN)
+    if part.reduce == "stack":
+        return rows_WN
+    total = torch.empty_like(rows_WN[0], dtype=torch.float32)
+    _add_rows(list(rows_WN), total)
+    return total
+
+
+def _add_rows(rows: Sequence[Tensor], total: Tensor) -> None:
+    """The sum in rank order, in fp32, into ``total``."""
     if rows[0].dtype == torch.float32 and len(rows) > 1:
-        total, rest = rows[0] + rows[1], rows[2:]  # one pass over memory instead of a copy and a sum
+        torch.add(rows[0], rows[1], out=total)  # one pass over memory instead of a copy and a sum
+        rest = rows[2:]
     else:
-        total, rest = rows[0].to(torch.float32, copy=True), rows[1:]
+        total.copy_(rows[0])
+        rest = rows[1:]
     for row in rest:
         total += row
-    return total
 
 
 def _reduce_scatter_native(part: Part, group: dist.ProcessGroup) -> Tensor:
