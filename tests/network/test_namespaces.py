@@ -135,6 +135,7 @@ def test_what_is_missing_is_named_and_auto_takes_the_paced_link(monkeypatch, cap
     if step != "create_namespace":
         monkeypatch.setattr("tagc.network.namespaces.create_namespace", netns.open_own_namespace)
         monkeypatch.setattr("tagc.network.namespaces.call_inside", lambda handle, function: function(_NoKernel()))
+        monkeypatch.setattr("tagc.network.namespaces._configure_host", lambda rank, ip: None)
     _refuse_with(monkeypatch, step, number)
     with pytest.raises(UserError, match=f"{message}.*network=paced"), open_network(_config(name="namespaces"), "cpu"):
         pass
