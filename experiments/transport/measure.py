@@ -22,7 +22,7 @@ from tagc.config import BandwidthConfig, CompressorConfig, Config, ModelConfig, 
 from tagc.launch import launch
 from tagc.record.manifest import describe_git
 
-RATES_MBPS = (1000.0, 200.0, 50.0)
+RATES_MBPS = (50.0, 200.0, 1000.0)
 COLUMNS = (
     "rate_mbps",
     "what",
