@@ -17,5 +17,9 @@ def dilate(bandwidth: BandwidthConfig, network: NetworkConfig, time_dilation: fl
 
 
 def build_link(bandwidth: BandwidthConfig, network: NetworkConfig) -> Link:
-    """The link that the configuration describes, slowed down by ``network.time_dilation``."""
-    return PacedLink(*dilate(bandwidth, network, network.time_dilation))
+    """The link that the configuration describes, slowed down by ``network.time_dilation``; with ``auto`` not capped yet.
+
+    :class:`tagc.network.calibration.LinkScale` caps it once the dilation is known.
+    """
+    dilation = network.time_dilation
+    return PacedLink() if isinstance(dilation, str) else PacedLink(*dilate(bandwidth, network, dilation))
