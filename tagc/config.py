@@ -193,8 +193,8 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "bandwidth.rate_mbps", rate_is_legal, "a rate in [0.001, 10^7] Mbit/s, or null for no cap"
     yield "network.name", n.name == "paced", "paced"
     yield "network.latency_ms", 0 <= n.latency_ms <= 60_000, "milliseconds in [0, 60000]"
-    is_number = isinstance(n.time_dilation, int | float)
-    is_legal = 1 <= n.time_dilation <= 1e6 if is_number else n.time_dilation == "auto"
+    dilation = n.time_dilation
+    is_legal = dilation == "auto" if isinstance(dilation, str) else 1 <= dilation <= 1e6
     yield "network.time_dilation", is_legal, "auto, or a factor in [1, 10^6]"
     yield "network.reference_gpu", n.reference_gpu in REFERENCE_GPUS, "one of " + ", ".join(REFERENCE_GPUS)
     yield "cluster.name", c.cluster.name == "local", "local"

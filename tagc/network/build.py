@@ -17,7 +17,7 @@ def dilate(bandwidth: BandwidthConfig, network: NetworkConfig, time_dilation: fl
 
 
 def build_link(bandwidth: BandwidthConfig, network: NetworkConfig) -> Link:
-    """The link that the configuration describes, slowed down by ``network.time_dilation``; with ``auto`` not capped yet.
+    """The link that the configuration describes, slowed down by ``network.time_dilation``; not capped with ``auto``.
 
     :class:`tagc.network.calibration.LinkScale` caps it once the dilation is known.
     """

@@ -9,7 +9,7 @@ is computed twice, and training is bitwise the same. A measured time divided by 
 
 What it does not know: on a model as small as nano a real GPU stays far below the utilisation assumed here (it waits for
 kernel launches), so the dilation, and with it the weight of communication, is on the high side. FLOPs are the model's
-(:func:`tagc.model.gpt.flops_per_token`): work that is recomputed under activation checkpointing counts as time here only.
+(:func:`tagc.model.gpt.flops_per_token`): what activation checkpointing computes again counts as time here only.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class LinkScale:
         return {"time_dilation": None, "scaled_iteration_ms": None}
 
     def _finish(self, wire_bytes: int) -> None:
-        # What else runs on the machine can only lengthen a step, its CPU time included (caches): the shortest is nearest.
+        # What else runs on the machine only lengthens a step, its CPU time too (caches): the shortest is nearest.
         compute_s = self._agree(min(self._samples_s[1:] or self._samples_s))
         self.set_dilation(resolve_dilation(compute_s, self._flops, self._config))
         for line in self._explain(compute_s, wire_bytes):
@@ -134,8 +134,8 @@ class LinkScale:
         if rate is not None:
             wire_s = wire_bytes / rate
             lines.append(
-                f"the link runs at {rate * 8 / 1e6:.4g} Mbit/s from here on: {wire_bytes / 1e6:.3g} MB take {wire_s:.3g} s"
-                f" per step, {left * wire_s / 60:.3g} min for the {left} steps left"
+                f"from here on the link runs at {rate * 8 / 1e6:.4g} Mbit/s: {wire_bytes / 1e6:.3g} MB per step take "
+                f"{wire_s:.3g} s, {left * wire_s / 60:.3g} min in the {left} steps left"
             )
         if left == 0:
             lines.append("no step is left to feel the link: set trainer.max_steps to 2 or more, or a time dilation")
