@@ -1,10 +1,10 @@
 """Short real runs that the cost model is fitted to and judged by.
 
-    python -m experiments.cost_model.measure [--repeat] [--steps 12]
+    python -m experiments.cost_model.measure [--repeat] [--steps 9]
 
-One run of nano after another, each through run.py, its summary appended to measured.csv; a run that is there already is
-skipped, so an interrupted call goes on where it stopped (``--repeat`` measures all again). ``load`` is the machine's load
-average at the end of the run: above the number of cores something else was running, and the row is provisional.
+One run of nano after another, each through run.py, its summary appended to measured.csv. A run that is there already
+is skipped, so an interrupted call goes on where it stopped (``--repeat`` measures all again). ``load`` is the machine's
+load average at the end of the run: above the number of cores something else was running, and the row is provisional.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tagc.record import load_rows, load_summary
+from tagc.record import load_summary
 
 ROOT = Path(__file__).parents[2]
 MEASURED = Path(__file__).parent / "measured.csv"
@@ -37,20 +37,23 @@ NUMBERS = (
     "param_wire_bytes_per_step",
     "achieved_sparsity",
 )
-FIELDS = (*KEYS, *NUMBERS, "iteration_ms_min", "load", "git_commit")
-ARMS = ("noop", "fsdp", "bf16", "tagc", "tagc2", "packed", "int8")
+FIELDS = (*KEYS, *NUMBERS, "load", "git_commit")
+ARMS = ("fsdp", "tagc2", "packed", "noop", "bf16", "tagc", "int8")
 
 
 def plan_runs() -> Iterator[dict[str, Any]]:
-    """Uncapped runs of every arm (what the model takes its processor times from), then capped ones."""
-    for arm in ARMS:
-        yield {"compressor": arm, "param_dtype": "float32", "ranks": 2, "rate_mbps": None}
-    for rate_mbps in (100, 400, 50):
-        for arm in ARMS:
-            yield {"compressor": arm, "param_dtype": "float32", "ranks": 2, "rate_mbps": rate_mbps}
-    for arm in ("fsdp", "tagc2", "packed"):
-        yield {"compressor": arm, "param_dtype": "bfloat16", "ranks": 2, "rate_mbps": 100}
-        yield {"compressor": arm, "param_dtype": "float32", "ranks": 4, "rate_mbps": 100}
+    """The two runs that the transport is fitted to, every arm at one cap, then other caps, ranks and dtypes."""
+    settings: list[tuple[str, int, int | None, tuple[str, ...]]] = [
+        ("float32", 2, None, ("fsdp",)),
+        ("float32", 2, 100, ARMS),
+        ("float32", 2, 50, ("fsdp", "tagc2", "packed")),
+        ("float32", 2, 400, ("fsdp", "tagc2", "packed")),
+        ("float32", 4, 100, ("fsdp", "tagc2")),
+        ("bfloat16", 2, 100, ("fsdp", "tagc2")),
+    ]
+    for param_dtype, ranks, rate_mbps, arms in settings:
+        for arm in arms:
+            yield {"compressor": arm, "param_dtype": param_dtype, "ranks": ranks, "rate_mbps": rate_mbps}
 
 
 def measure(run: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -70,10 +73,9 @@ def measure(run: dict[str, Any], steps: int) -> dict[str, Any]:
             f"hydra.run.dir={folder}",
         ]
         subprocess.run([sys.executable, "run.py", *overrides], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        summary, rows = load_summary(Path(folder)), load_rows(Path(folder) / "metrics.jsonl")
+        summary = load_summary(Path(folder))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    fastest_ms = min(row["iteration_ms"] for row in rows[3:])
-    row = run | {key: summary[key] for key in NUMBERS} | {"iteration_ms_min": fastest_ms}
+    row = run | {key: summary[key] for key in NUMBERS}
     row = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
     return row | {"load": f"{os.getloadavg()[0]:.1f}", "git_commit": commit.stdout.strip()}
 
@@ -91,7 +93,7 @@ def load_measured() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", action="store_true", help="measure what is there already again")
-    parser.add_argument("--steps", type=int, default=12, help="steps of every run; the first three are not timed")
+    parser.add_argument("--steps", type=int, default=9, help="steps of every run; the first three are not timed")
     arguments = parser.parse_args()
     if arguments.repeat:
         MEASURED.unlink(missing_ok=True)

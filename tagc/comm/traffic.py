@@ -20,8 +20,8 @@ class UnitTraffic:
     name: str
     gather_bytes: int  # sent by a rank in one all-gather of the parameters
     gradient_bytes: int  # sent by a rank in the gradient exchange of a step, past any warm-up
-    compressed_numel: int  # elements of the whole bucket that the compressor encodes
-    dense_numel: int  # of those, what it sends dense because its message would be larger or its sketch overloaded
+    numel: int  # elements of the whole bucket, padding included
+    dense_frac: float  # share of the compressor's part that goes dense: a larger message, an overloaded sketch
 
 
 def plan_traffic(
@@ -39,15 +39,17 @@ def plan_traffic(
     plan = []
     for unit, members in parameters.items():
         bucket = build_bucket(config, unit, members, ranks, 0, meta, kernels)
-        compressed = [slot for slot in bucket.slots if type(slot.compressor) is not Dense]
+        chosen = [slot for slot in bucket.slots if type(slot.compressor) is not Dense]
+        dense_numel = sum(slot.numel for slot in chosen if slot.compressor.explain_dense() is not None)
+        shard_numel = sum(slot.numel for slot in bucket.slots)
         late = 10**9  # a step past any warm-up
         plan.append(
             UnitTraffic(
                 unit,
-                (ranks - 1) * sum(slot.numel for slot in bucket.slots) * wire_dtype.itemsize,
+                (ranks - 1) * shard_numel * wire_dtype.itemsize,
                 sum(sum(slot.compressor.expected_bytes(late).values()) for slot in bucket.slots),
-                ranks * sum(slot.numel for slot in compressed),
-                ranks * sum(slot.numel for slot in compressed if slot.compressor.explain_dense() is not None),
+                ranks * shard_numel,
+                dense_numel / sum(slot.numel for slot in chosen) if chosen else 0.0,
             )
         )
     return plan

@@ -1,25 +1,25 @@
 """What an iteration takes at any number of ranks and any bandwidth: a model, to be told from measurements by its name.
 
 One rank of N, all alike. Two resources serve one request at a time, in the order of arrival: the processor and the link
-(full duplex; a rank sends as much as it receives, so one direction stands for both). An exchange of b bytes to N-1 peers
-occupies the link for
+(full duplex; a rank sends as much as it receives, so one direction stands for both). An exchange of b bytes to N-1
+peers occupies the link for
 
     t(b) = a m(b) + max(b / r, b / r0)        m(b) = (N-1) ceil(b / (N-1) / 1 MB) messages
 
 a: cost of a message; r: rate of the link; r0: what the transport reaches without a cap; its latency L passes after it.
-A unit u (an FSDP unit: root, embedding, blocks, head) costs processor time f(u) forward and b(u) backward, e(u) to encode
-its gradients and d(u) to decode the shard, and moves P(u) bytes of parameters and G(u) bytes of gradients per exchange.
+A unit u (an FSDP unit: root, embedding, blocks, head) costs processor time f(u) forward and b(u) backward, e(u) to
+encode its gradients and d(u) to decode the shard; it moves P(u) bytes of parameters and G(u) of gradients per exchange.
 
     main      for every unit: t(P(u)) + L, f(u);   in reverse: t(P(u)) + L where it was freed, b(u)
     reducer   for every unit whose last b(u) is over, one after another: e(u), t(G(u)) + L, d(u)
 
-The iteration ends when both have ended. ``prefetch`` (CUDA): gathers move to an actor of their own, one unit ahead of the
-computation; without it (CPU) main waits for each. ``overlap`` off: main does the reducer's work. So gradients hide behind
-the backward pass of the units that follow, encoding and decoding hide behind the link but never behind computation.
+The iteration ends when both have ended. ``prefetch`` (CUDA): gathers move to an actor of their own, one unit ahead of
+the computation; without it (CPU) main waits for each. ``overlap`` off: main does the reducer's work. So gradients hide
+behind the backward pass of the units that follow, and encoding and decoding behind the link, never behind computation.
 
-With N ranks, sizes as in :mod:`tagc.comm.traffic`; e is constant (a rank encodes its whole bucket whatever the number of
-owners), d follows :func:`decode_growth`. Not modelled: ranks that wait for each other, congestion inside a switch,
-protocol headers, validation, and the optimizer as a part of its own (its time is within f and b).
+With N ranks, sizes are those of :mod:`tagc.comm.traffic`; e is constant (a rank encodes its whole bucket however many
+owners there are), d follows :func:`decode_growth`. Not modelled: ranks that wait for each other, congestion inside a
+switch, protocol headers, validation, and the optimizer as a part of its own (its time is within f and b).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LinkCost:
 
 
 class _Op(NamedTuple):
-    """Something an actor does next: it occupies a resource, starts after ``needs`` and is known as ``name`` when over."""
+    """What an actor does next: it occupies a resource, starts after ``needs`` and is known as ``name`` when over."""
 
     resource: Literal["processor", "link"]
     ms: float
@@ -135,11 +135,14 @@ def predict_iteration_ms(
                 actor.append(_Op("processor", unit.encode_ms, needs=f"pass {passes - 1}"))
                 actor.append(_Op("link", link.exchange_ms(unit.gradient_bytes), delay_ms=link.latency_ms))
                 actor.append(_Op("processor", unit.decode_ms))
-    return _run_actors([reducer, gathers, main])
+    return _run_actors([main, gathers, reducer])
 
 
 def _run_actors(actors: Sequence[list[_Op]]) -> float:
-    """Let all actors run, each in its own order; the request that can start first is served first. Returns the end."""
+    """Let all actors run, each in its own order; what can start first is served first, then what came first.
+
+    Returns when the last has ended.
+    """
     place, clock = [0] * len(actors), [0.0] * len(actors)
     free_at = {"processor": 0.0, "link": 0.0}
     finished = {"": 0.0}
@@ -149,16 +152,16 @@ def _run_actors(actors: Sequence[list[_Op]]) -> float:
             if place[i] < len(ops) and ops[place[i]].needs in finished:
                 op = ops[place[i]]
                 arrival = max(clock[i], finished[op.needs])
-                ready.append((max(arrival, free_at[op.resource]) if op.ms else arrival, i))
+                start = max(arrival, free_at[op.resource]) if op.ms else arrival  # no time asks for no resource
+                ready.append((start, arrival, i))
         if not ready:
             return max(clock)
-        start, i = min(ready)
+        start, _, i = min(ready)
         op = actors[i][place[i]]
-        if op.ms:  # what takes no time asks for nothing
+        clock[i] = start
+        if op.ms:
             free_at[op.resource] = start + op.ms
-            clock[i] = start + op.ms + op.delay_ms
-        else:
-            clock[i] = start
+            clock[i] += op.ms + op.delay_ms
         if op.name:
             finished[op.name] = clock[i]
         place[i] += 1
