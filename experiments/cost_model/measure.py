@@ -80,11 +80,11 @@ def measure(run: dict[str, Any], steps: int) -> dict[str, Any]:
     return row | {"load": f"{os.getloadavg()[0]:.1f}", "git_commit": commit.stdout.strip()}
 
 
-def load_measured() -> list[dict[str, Any]]:
-    """The rows of measured.csv, numbers as numbers, empty cells as None."""
-    if not MEASURED.exists():
+def load_measured(path: Path = MEASURED) -> list[dict[str, Any]]:
+    """The rows of a file of measured runs, numbers as numbers, empty cells as None."""
+    if not path.exists():
         return []
-    with MEASURED.open(newline="") as file:
+    with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     words = ("compressor", "param_dtype", "git_commit")
     return [{k: v if k in words else float(v) if v else None for k, v in row.items()} for row in rows]
