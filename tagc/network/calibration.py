@@ -73,7 +73,8 @@ def oversubscription(threads_per_rank: int) -> float:
 class LinkScale:
     """The time dilation that is in force on this rank's link; measured first where the configuration says ``auto``.
 
-    flops_per_step: of this rank. agree: turns this rank's number into the largest over all ranks (one tiny collective).
+    link: from :func:`tagc.network.build_link`. flops_per_step: of this rank. agree: turns this rank's number into the
+    largest over all ranks (one tiny collective).
     ``dilation`` is None until it is known; the link is not capped until then.
     """
 
@@ -87,8 +88,10 @@ class LinkScale:
         self._steps = max(1, min(CALIBRATION_STEPS, config.trainer.max_steps - 1))
         wanted = config.network.time_dilation
         has_link = config.bandwidth.rate_mbps is not None or config.network.latency_ms > 0
-        if wanted != "auto":
-            self.set_dilation(float(wanted))
+        if not isinstance(wanted, str):
+            self.dilation = float(wanted)  # the link was built with it
+        elif config.network.name == "real":
+            self.dilation = 1.0  # whoever owns that interface caps it
         elif device_type == "cuda" or not has_link or config.cluster.ranks == 1:
             self.set_dilation(1.0)
 

@@ -7,7 +7,7 @@ import pytest
 from tagc.config import REFERENCE_GPUS as NAMES
 from tagc.config import Config
 from tagc.errors import UserError
-from tagc.network import Link
+from tagc.network import Link, build_link
 from tagc.network.calibration import CALIBRATION_STEPS, REFERENCE_GPUS, LinkScale, resolve_dilation
 from tests.policy.compose import compose_config
 
@@ -26,7 +26,7 @@ def capped_config(**network: object) -> Config:
 def make_scale(config: Config, device: str = "cpu") -> tuple[LinkScale, Link, list[float]]:
     """A scale, its link, and what the rank told the others; they were twice as slow."""
     told: list[float] = []
-    link = Link()
+    link = build_link(config.bandwidth, config.network)
     return LinkScale(config, link, FLOPS, device, lambda own: told.append(own) or 2 * own), link, told
 
 
@@ -89,6 +89,7 @@ def test_nothing_to_cap_is_nothing_to_measure() -> None:
     alone = capped_config()
     alone.cluster.ranks = 1
     assert make_scale(alone)[0].dilation == 1
+    assert make_scale(capped_config(name="real"))[0].dilation == 1  # not ours to change
     only_latency = Config()
     only_latency.network.latency_ms = 1.0
     assert make_scale(only_latency)[0].dilation is None
