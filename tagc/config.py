@@ -88,9 +88,7 @@ class NetworkConfig:
     # The link rate is divided by this and the latency multiplied, in [1, 10^6]. auto: how much slower a step computes
     # here than on reference_gpu, measured in the first steps; 1 on CUDA and where nothing is capped.
     time_dilation: int | float | str = "auto"
-    reference_gpu: str = (
-        "rtx3080"  # whose speed auto compares with: rtx3080 | a100 | h100 (tagc/network/calibration.py)
-    )
+    reference_gpu: str = "rtx3080"  # what auto compares with: rtx3080 | a100 | h100 (tagc/network/calibration.py)
 
 
 @dataclass
