@@ -59,7 +59,7 @@ class CompressorConfig:
     capacity_slack: float = 1.1  # room of a packed message over the target density, >= 1; the rest waits a step
     block: int = 256  # elements that share one scale of int8 and int4, >= 8
     threshold: str = "sampled"  # sampled | exact | lognormal (TAGC's model of the gradient)
-    threshold_sample: int = 65536  # elements drawn per shard by the sampled estimator, >= 256
+    threshold_sample: int = 32768  # elements drawn per shard by the sampled estimator, >= 256
     error_feedback: bool = True  # keep what is not sent and add it to the next gradient
     residual_dtype: str = "float32"  # dtype the residual is stored in: float32 | bfloat16 (half the memory, rounds)
     residual_decay: float = 1.0  # the old residual is scaled by this each step, in [0, 1]
