@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import record_function
 
 
 class Stopwatch:
@@ -20,19 +21,20 @@ class Stopwatch:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the enclosed block under ``name``."""
-        if self._cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((name, begin, end))
-        else:
-            begin_s = time.perf_counter()
-            try:
+        """Time the enclosed block under ``name``, which is also its name in a profiler's trace."""
+        with record_function(name):
+            if self._cuda:
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
                 yield
-            finally:
-                self._total_ms[name] += (time.perf_counter() - begin_s) * 1e3
+                end.record()
+                self._events.append((name, begin, end))
+            else:
+                begin_s = time.perf_counter()
+                try:
+                    yield
+                finally:
+                    self._total_ms[name] += (time.perf_counter() - begin_s) * 1e3
 
     def take(self) -> dict[str, float]:
         """Milliseconds by name since the last call, then start again. On CUDA this waits for the events."""

@@ -56,14 +56,16 @@ def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
     """The numbers of ``summary.json`` without ``status``.
 
     Left out of every time, byte count and share: the first ``trainer.timing_warmup_steps`` rows, and rows with a
-    fidelity diagnostic (it runs without overlap); ``timed_steps`` says how many rows are left. Times are medians over
-    those (``iteration_ms`` with the 20th and 80th percentile too), bytes and shares are means over those that have the
-    key. ``tokens_per_s`` is median tokens over median iteration time. ``train_loss`` is the last row's,
-    ``train_loss_last10`` the mean of the last ten, ``val_loss`` the last one measured. What no row holds is ``None``.
+    fidelity diagnostic (it runs without overlap) or under the profiler; ``timed_steps`` says how many rows are left.
+    Times are medians over those (``iteration_ms`` with the 20th and 80th percentile too), bytes and shares are means
+    over those that have the key. ``tokens_per_s`` is median tokens over median iteration time. ``train_loss`` is the
+    last row's, ``train_loss_last10`` the mean of the last ten, ``val_loss`` the last one measured. What no row holds is
+    ``None``.
 
     Example: three rows of 10, 20 and 30 ms after the warm-up give a median of 20, _p20 of 14 and _p80 of 26.
     """
-    timed = [row for row in rows[config.trainer.timing_warmup_steps :] if "fidelity_cosine" not in row]
+    warm = rows[config.trainer.timing_warmup_steps :]
+    timed = [row for row in warm if not {"fidelity_cosine", "profiled"} & row.keys()]
     counted = timed or rows  # bytes and shares need no warm-up, so a very short run still has them
     iteration_ms = _numbers(timed, "iteration_ms")
     val_losses = _numbers(rows, "val_loss")
