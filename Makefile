@@ -9,10 +9,10 @@ STAMP := $(VENV)/.installed
 SOURCES := run.py tagc tests experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fix bench clean
+.PHONY: help setup run test check fix bench gpu-check clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## create .venv and install everything under constraints.txt (a second time: nothing to do)
 
@@ -37,6 +37,9 @@ check: $(STAMP)  ## lint, formatting and types; changes nothing
 bench: $(STAMP)  ## time the kernels against a copy, once their tests pass (QUICK=1: under a minute)
 	$(BIN)/python -m pytest tests/kernels
 	$(BIN)/python -m experiments.kernels.bench $(if $(QUICK),--quick) $(ARGS)
+
+gpu-check: $(STAMP)  ## on a machine with a GPU: kernel tests, waits, speed, GPT-2 steps (6 minutes at most)
+	$(BIN)/python -m experiments.gpu_check $(ARGS)
 
 fix: $(STAMP)  ## mend what the linter and the formatter can
 	$(BIN)/ruff check --fix $(SOURCES)

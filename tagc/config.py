@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Any
 
 from tagc.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2", "packed", "int8", "int4")
 THRESHOLDS = ("sampled", "exact", "lognormal")
@@ -60,7 +61,7 @@ class CompressorConfig:
     capacity_slack: float = 1.1  # room of a packed message over the target density, >= 1; the rest waits a step
     block: int = 256  # elements that share one scale of int8 and int4, >= 8
     threshold: str = "sampled"  # sampled | exact | lognormal (TAGC's model of the gradient)
-    threshold_sample: int = 65536  # elements drawn per shard by the sampled estimator, >= 256
+    threshold_sample: int = 32768  # elements drawn per shard by the sampled estimator, >= 256
     error_feedback: bool = True  # keep what is not sent and add it to the next gradient
     residual_dtype: str = "float32"  # dtype the residual is stored in: float32 | bfloat16 (half the memory, rounds)
     residual_decay: float = 1.0  # the old residual is scaled by this each step, in [0, 1]
@@ -123,6 +124,7 @@ class TrainerConfig:
     compile: bool = False  # torch.compile every block
     eval_every: int = 50  # validate every so many steps (always at the end), >= 1
     timing_warmup_steps: int = 5  # first steps left out of iteration-time statistics, >= 0
+    profile: bool = False  # trace three steps after those on every rank, profile/rank<r>.json.gz in the run folder
 
 
 @dataclass
@@ -256,6 +258,12 @@ def validate(config: Config) -> Config:
             f"trainer.global_batch={trainer.global_batch} is not a multiple of cluster.ranks={ranks}{micro}; "
             f"try trainer.global_batch={choices}" + (", or a smaller trainer.micro_batch" if micro else "")
         )
+    if trainer.profile and trainer.max_steps <= trainer.timing_warmup_steps:
+        raise UserError(
+            f"trainer.profile=true traces steps after the first trainer.timing_warmup_steps="
+            f"{trainer.timing_warmup_steps}, but trainer.max_steps={trainer.max_steps} leaves none; "
+            f"set trainer.max_steps={trainer.timing_warmup_steps + 3} or more, or fewer trainer.timing_warmup_steps"
+        )
     return config
 
 
@@ -264,6 +272,8 @@ def from_omegaconf(config: DictConfig) -> Config:
 
     Errors: ``UserError`` naming the key, the value and the legal range.
     """
+    from omegaconf import OmegaConf  # here: the schema itself must load where Hydra is not installed
+
     result = OmegaConf.to_object(config)
     if not isinstance(result, Config):
         raise UserError("the configuration was composed without the schema; conf/config.yaml must list `base_config`")

@@ -22,7 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"]
+# What every rank needs anyway; the optimizer imports torch._dynamo at its first step.
+PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "tests.comm.harness"]
 
 
 def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 120) -> list[Any]:

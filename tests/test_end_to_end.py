@@ -89,7 +89,7 @@ def test_a_sweep_leaves_one_complete_folder_per_job(text_folder, tmp_path):
 
 def test_any_number_of_ranks_trains_on_the_same_batches(text_folder, tmp_path):
     results = {}
-    for ranks in (1, 2, 4):
+    for ranks in (1, 3):
         done = run(
             "compressor=fsdp",
             f"cluster.ranks={ranks}",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import record_function
 
 
 class Stopwatch:
@@ -24,20 +25,21 @@ class Stopwatch:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the enclosed block under ``name``."""
-        if self._cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((name, begin, end))
-        else:
-            begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
-            try:
+        """Time the enclosed block under ``name``, which is also its name in a profiler's trace."""
+        with record_function(name):
+            if self._cuda:
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
                 yield
-            finally:
-                self._total_ms[name] += (time.perf_counter() - begin_s) * 1e3
-                self._total_ms[f"{name}_cpu"] += (time.thread_time() - begin_cpu_s) * 1e3
+                end.record()
+                self._events.append((name, begin, end))
+            else:
+                begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+                try:
+                    yield
+                finally:
+                    self._total_ms[name] += (time.perf_counter() - begin_s) * 1e3
+                    self._total_ms[f"{name}_cpu"] += (time.thread_time() - begin_cpu_s) * 1e3
 
     def take(self) -> dict[str, float]:
         """Milliseconds by name since the last call, then start again. On CUDA this waits for the events."""

@@ -20,7 +20,7 @@ from tagc.record.summary import summarise
 from tagc.record.wandb_mirror import WandbMirror
 
 Status = Literal["done", "failed", "interrupted"]
-RECORD_FILES = ("metrics.jsonl", "summary.json", "manifest.json", "config.yaml", "log.txt")
+RECORD_FILES = ("metrics.jsonl", "summary.json", "manifest.json", "config.yaml", "log.txt", "profile")
 
 logger = logging.getLogger("tagc")
 

@@ -29,6 +29,7 @@ from tagc.network.calibration import LinkScale, oversubscription
 from tagc.record import NullRecorder
 from tagc.train.optimizer import build_optimizer, clip_gradients, learning_rate_at
 from tagc.train.parallel import shard_model, unit_parameter_names
+from tagc.train.profile import StepProfiler
 
 logger = logging.getLogger("tagc")
 
@@ -121,11 +122,11 @@ class Trainer:
     def time_dilation(self, dilation: float) -> None:
         self.link_scale.set_dilation(dilation)
 
-    def train(self, recorder: NullRecorder) -> None:
+    def train(self, recorder: NullRecorder, profiler: StepProfiler) -> None:
         """Run all steps. Errors: ``UserError`` on every rank when a gradient is NaN or Inf."""
         settings = self.config.trainer
         for step in range(settings.max_steps):
-            row = self.train_step(step)
+            row = profiler.run(self.train_step, step)
             if (step + 1) % settings.eval_every == 0 or step + 1 == settings.max_steps:
                 row["val_loss"] = self.validate()
             recorder.step({"step": step + 1, **row})

@@ -16,6 +16,7 @@ from tagc.data import DataInfo
 from tagc.device import resolve_device
 from tagc.kernels import resolve_backend
 from tagc.record import NullRecorder, Recorder, build_manifest, close_logging, setup_logging
+from tagc.train.profile import StepProfiler
 from tagc.train.trainer import Trainer
 
 logger = logging.getLogger("tagc")
@@ -52,7 +53,7 @@ def _train(config: Config, data: DataInfo, run_dir: str, device: torch.device) -
     with recorder:
         trainer = Trainer(config, data, device, kernels)
         trainer.log_start(kernels_name)
-        trainer.train(recorder)
+        trainer.train(recorder, StepProfiler(config.trainer, Path(run_dir), device))
         recorder.finish("done")
         if dist.get_rank() == 0:
             logger.info("run folder: %s", run_dir)

@@ -31,6 +31,13 @@ def test_steps_before_the_link_was_capped_are_not_timed(config, make_row) -> Non
     assert summarise(rows[:2], config)["time_dilation"] is None
 
 
+@pytest.mark.parametrize("mark", [{"fidelity_cosine": 0.9}, {"profiled": True}])
+def test_steps_that_ran_otherwise_are_not_timed(config, make_row, mark) -> None:
+    rows = [make_row(i, iteration_ms=10.0) for i in range(1, 6)] + [make_row(6, iteration_ms=99.0) | mark]
+    summary = summarise(rows, config)
+    assert (summary["timed_steps"], summary["iteration_ms_p80"]) == (3, 10)
+
+
 def test_bytes_and_shares_are_means_over_timed_rows_that_have_them(config, make_row) -> None:
     rows = [
         make_row(1, wire_bytes=999, peeled_frac=0.0),
