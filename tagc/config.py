@@ -21,6 +21,7 @@ THRESHOLDS = ("sampled", "exact", "lognormal")
 KERNELS = ("auto", "reference", "cpu", "triton")
 NETWORKS = ("paced", "namespaces", "auto", "real")
 DTYPES = ("float32", "bfloat16")
+REFERENCE_GPUS = ("rtx3080", "a100", "h100")
 
 
 @dataclass
@@ -61,7 +62,7 @@ class CompressorConfig:
     capacity_slack: float = 1.1  # room of a packed message over the target density, >= 1; the rest waits a step
     block: int = 256  # elements that share one scale of int8 and int4, >= 8
     threshold: str = "sampled"  # sampled | exact | lognormal (TAGC's model of the gradient)
-    threshold_sample: int = 65536  # elements drawn per shard by the sampled estimator, >= 256
+    threshold_sample: int = 32768  # elements drawn per shard by the sampled estimator, >= 256
     error_feedback: bool = True  # keep what is not sent and add it to the next gradient
     residual_dtype: str = "float32"  # dtype the residual is stored in: float32 | bfloat16 (half the memory, rounds)
     residual_decay: float = 1.0  # the old residual is scaled by this each step, in [0, 1]
@@ -86,7 +87,10 @@ class NetworkConfig:
 
     name: str = "paced"
     latency_ms: float = 0.0  # one-way delay added to every exchange, in [0, 60000]; paced only
-    time_dilation: float = 1.0  # the link rate is divided by this and the latency multiplied, in [1, 10^6]
+    # The link rate is divided by this and the latency multiplied, in [1, 10^6]. auto: how much slower a step computes
+    # here than on reference_gpu, measured in the first steps; 1 on CUDA and where nothing is capped.
+    time_dilation: int | float | str = "auto"
+    reference_gpu: str = "rtx3080"  # what auto compares with: rtx3080 | a100 | h100 (tagc/network/calibration.py)
 
 
 @dataclass
@@ -190,7 +194,10 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "bandwidth.rate_mbps", rate_is_legal, "a rate in [0.001, 10^7] Mbit/s, or null for no cap"
     yield "network.name", n.name in NETWORKS, "one of " + ", ".join(NETWORKS)
     yield "network.latency_ms", 0 <= n.latency_ms <= 60_000, "milliseconds in [0, 60000]"
-    yield "network.time_dilation", 1 <= n.time_dilation <= 1e6, "a factor in [1, 10^6]"
+    dilation = n.time_dilation
+    is_legal = dilation == "auto" if isinstance(dilation, str) else 1 <= dilation <= 1e6
+    yield "network.time_dilation", is_legal, "auto, or a factor in [1, 10^6]"
+    yield "network.reference_gpu", n.reference_gpu in REFERENCE_GPUS, "one of " + ", ".join(REFERENCE_GPUS)
     yield "cluster.name", c.cluster.name == "local", "local"
     yield "cluster.ranks", c.cluster.ranks >= 1, "an integer >= 1"
     yield "cluster.device", c.cluster.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"
@@ -233,7 +240,7 @@ def _check_network(network: NetworkConfig) -> None:
         )
     if network.name == "real" and network.time_dilation != 1:
         raise UserError(
-            f"network.time_dilation={network.time_dilation:g} cannot slow a real interface down; set it to 1 and cap "
+            f"network.time_dilation={network.time_dilation} cannot slow a real interface down; set it to 1 and cap "
             "the interface itself (slurm/README.md), or set network=paced"
         )
 

@@ -7,14 +7,17 @@ the same room: token embeddings are sorted by frequency, so one threshold for al
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
+from tagc.codec.hashing import mix64
 
-def _kth_largest(magnitude: Tensor, density: float) -> Tensor:
-    numel = magnitude.shape[-1]
-    keep = min(max(1, round(density * numel)), numel)
-    return magnitude.kthvalue(numel - keep + 1, dim=-1, keepdim=True).values
+
+def count_kept(numel: int, density: float) -> int:
+    """How many of ``numel`` values are to be kept: at least one."""
+    return min(max(1, round(density * numel)), numel)
 
 
 def threshold_exact(x: Tensor, density: float) -> Tensor:
@@ -23,19 +26,32 @@ def threshold_exact(x: Tensor, density: float) -> Tensor:
     >>> threshold_exact(torch.tensor([[1.0, -4.0, 3.0, 0.5], [2.0, 0.0, 0.0, 0.0]]), 0.5).tolist()
     [[3.0], [0.0]]
     """
-    return _kth_largest(x.abs(), density)
+    numel = x.shape[-1]
+    return x.abs().kthvalue(numel - count_kept(numel, density) + 1, dim=-1, keepdim=True).values
 
 
-def threshold_sampled(x: Tensor, density: float, sample: int, generator: torch.Generator) -> Tensor:
-    """The quantile of ``sample`` positions drawn with replacement; exact when there are no more than that.
+def draw_positions(numel: int, sample: int, shift: int, device: torch.device) -> Tensor:
+    """Positions of a sample of a shard, for a quantile of the values there; all of them where ``sample`` is no less.
 
-    The kept share has a standard deviation of sqrt(p (1 - p) / sample): 0.16 points at p = 0.2, 65,536 samples.
-    ``generator`` must live on the CPU, so that every backend draws the same positions; they are copied to the device.
+    One in each of ``sample`` equal parts of the shard, at a place that looks random, and all moved on by ``shift``
+    around the end: every position is as likely as any other, rows of zeros count by their share, and memory is read
+    almost in order. The quantile keeps a share p with a standard deviation of at most sqrt(p (1 - p) / sample): 0.22
+    points at p = 0.2, 32,768 positions. numel >= 1. Returns int64 [min(sample, numel)]. Host syncs: one copy to the
+    device when a size is first met. Exactness: the same integers on every machine.
+
+    >>> draw_positions(10, 5, 0, torch.device("cpu")).tolist(), draw_positions(4, 9, 1, torch.device("cpu")).tolist()
+    ([1, 2, 5, 6, 8], [1, 2, 3, 0])
     """
-    if x.shape[-1] <= sample:
-        return threshold_exact(x, density)
-    position = torch.randint(x.shape[-1], (sample,), generator=generator)
-    return _kth_largest(x.index_select(-1, position.to(x.device)).abs(), density)
+    moved = _spread_positions(numel, min(sample, numel), device) + shift % numel
+    return torch.where(moved < numel, moved, moved - numel)
+
+
+@lru_cache(maxsize=64)
+def _spread_positions(numel: int, parts: int, device: torch.device) -> Tensor:
+    """A position in each of ``parts`` equal parts, ascending."""
+    start = torch.arange(parts + 1) * numel // parts
+    draw = mix64(torch.arange(parts)) & 0x7FFFFFFF
+    return (start[:-1] + (draw * start.diff() >> 31)).to(device)
 
 
 def threshold_lognormal(x: Tensor, density: float) -> Tensor:

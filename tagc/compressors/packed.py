@@ -42,16 +42,11 @@ class Packed(ResidualCompressor):
         }
 
     def encode_message(self, gradient_WN: Tensor, step: int) -> Sequence[Part]:
-        decay = self.config.residual_decay
-        if self.config.sparsity == 0:
-            threshold = gradient_WN.new_zeros(1)
-        else:
-            gradient_WN, decay = self.add_residual(gradient_WN), 0.0  # the encoder need not add it again
-            threshold = choose_threshold(gradient_WN, self.config, self.spec, step, self.kernels) * self._raise_W1
+        threshold_W1, decay = choose_threshold(self, gradient_WN, step)
         encoded = self.kernels.encode_packed(
             gradient_WN,
             self.residual_WN,
-            threshold,
+            threshold_W1 * self._raise_W1,
             decay=decay,
             rank=self.spec.rank,
             capacity=self.capacity,
@@ -64,6 +59,10 @@ class Packed(ResidualCompressor):
         self.stats.kept, self.stats.densest = encoded.kept_W.sum(), encoded.kept_W.max()
         self.stats.residual_squared = encoded.residual_squared
         return [Part(encoded.index_WB, "stack", "index"), Part(encoded.values_WC, "stack", "value")]
+
+    def sample_values(self, gradient_WN: Tensor, position_K: Tensor) -> Tensor:
+        """What :meth:`add_residual` gives at the positions, in every shard: float32 [W, K]."""
+        return self.kernels.sample_values(gradient_WN, self.residual_WN, None, position_K, self.config.residual_decay)
 
     def _adjust_raise(self, kept_W: Tensor) -> None:
         full_W1 = (kept_W >= self.capacity).unsqueeze(1)

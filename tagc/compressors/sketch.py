@@ -135,7 +135,7 @@ class Sketch(Compressor):
         self.stats = BucketStats()
         if self.is_dense(step):
             return self._encode_dense(gradient_WN)
-        threshold_W1, decay = self._threshold(gradient_WN, step)
+        threshold_W1, decay = choose_threshold(self, gradient_WN, step)
         encoded = self.kernels.encode_sketch(
             gradient_WN,
             self.carry_WN,
@@ -153,11 +153,17 @@ class Sketch(Compressor):
         self.stats.residual_squared = encoded.residual_squared
         return [Part(encoded.index_WB, "or", "index"), Part(encoded.cells_WS, "sum", "value")]
 
-    def _add_residual(self, gradient_WN: Tensor) -> Tensor:
+    def add_residual(self, gradient_WN: Tensor) -> Tensor:
+        """``gradient + residual_decay * residual``, in the gradient's memory."""
         return self.kernels.add_residual(gradient_WN, self.carry_WN, self.owed_WB, self.config.residual_decay)
 
+    def sample_values(self, gradient_WN: Tensor, position_K: Tensor) -> Tensor:
+        """The same at the positions given, in every shard: float32 [W, K]."""
+        decay = self.config.residual_decay
+        return self.kernels.sample_values(gradient_WN, self.carry_WN, self.owed_WB, position_K, decay)
+
     def _encode_dense(self, gradient_WN: Tensor) -> Sequence[Part]:
-        x = self._add_residual(gradient_WN)
+        x = self.add_residual(gradient_WN)
         wire = x.to(self.wire_dtype)
         kept_W = (x != 0).sum(dim=1)
         self.stats.kept, self.stats.densest = kept_W.sum(), kept_W.max()
@@ -168,14 +174,6 @@ class Sketch(Compressor):
         self.owed_WB.fill_(255)
         self.stats.residual_squared = self.carry_WN.float().square().sum()
         return [Part(wire, "sum", "value")]
-
-    def _threshold(self, gradient_WN: Tensor, step: int) -> tuple[Tensor, float]:
-        """The threshold of each shard, and the residual's factor that is left for the encoder to apply."""
-        if self.config.sparsity == 0:
-            return gradient_WN.new_zeros(1), self.config.residual_decay
-        x = self._add_residual(gradient_WN)
-        # The gradient's memory holds the sum already.
-        return choose_threshold(x, self.config, self.spec, step, self.kernels), 0.0
 
     def _table(self, step: int) -> HashTable:
         seed = self.spec.seed * HASH_SEEDS + step % HASH_SEEDS  # of no bucket's own: equal shapes share their tables

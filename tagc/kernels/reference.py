@@ -24,7 +24,7 @@ from tagc.codec.packed import limit_selection, pack_values, unpack_values
 from tagc.codec.peel import peel_sketch
 from tagc.codec.quantize import dequantize_blocks, pack_codes, quantize_blocks, unpack_codes
 from tagc.codec.sketch import sketch_values
-from tagc.codec.sparsify import select_values, threshold_exact, threshold_lognormal, threshold_sampled
+from tagc.codec.sparsify import select_values, threshold_exact, threshold_lognormal
 
 __all__ = [
     "DecodedPacked",
@@ -39,9 +39,9 @@ __all__ = [
     "encode_blocks",
     "encode_packed",
     "encode_sketch",
+    "sample_values",
     "threshold_exact",
     "threshold_lognormal",
-    "threshold_sampled",
 ]
 
 
@@ -95,6 +95,29 @@ def add_residual(gradient_WN: Tensor, carry_WN: Tensor, owed_WB: Tensor, decay: 
     """``gradient + decay * residual``, in the gradient's memory. Exactness: one rounding per element."""
     owed = unpack_bits(owed_WB, gradient_WN.shape[-1])
     return gradient_WN.add_(torch.where(owed, carry_WN, 0.0).float(), alpha=decay)
+
+
+def sample_values(
+    gradient_WN: Tensor, state_WN: Tensor, owed_WB: Tensor | None, position_K: Tensor, decay: float
+) -> Tensor:
+    """``gradient + decay * residual`` at the positions given, the same in every shard, without a pass over the rest.
+
+    state_WN: the carry with ``owed_WB``, or the residual itself with None; nothing is changed. ``decay=0`` ignores
+    it. position_K: int64, each in [0, N). Returns float32 [W, K]. Host syncs: none. Exactness: bitwise what an encoder
+    computes there.
+
+    >>> state, owed = torch.tensor([[10.0, 20.0, 30.0]]), torch.tensor([[4]], dtype=torch.uint8)
+    >>> sample_values(torch.tensor([[1.0, 2.0, 3.0]]), state, owed, torch.tensor([2, 0]), 0.5).tolist()
+    [[18.0, 1.0]]
+    """
+    x_WK = gradient_WN.index_select(1, position_K)
+    if decay == 0:
+        return x_WK
+    old_WK = state_WN.index_select(1, position_K).float()
+    if owed_WB is not None:
+        owed_WK = owed_WB.index_select(1, position_K >> 3) >> (position_K & 7) & 1
+        old_WK = torch.where(owed_WK != 0, old_WK, 0.0)
+    return x_WK.add_(old_WK, alpha=decay)
 
 
 def encode_sketch(

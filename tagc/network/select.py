@@ -61,8 +61,12 @@ def _open_namespaces(config: Config, device: str) -> AbstractContextManager[dict
         raise UserError(
             f"network.latency_ms={config.network.latency_ms:g} needs network=paced: namespaces cap the rate only"
         )
-    rate, _ = dilate(config.bandwidth, config.network, config.network.time_dilation)
-    return open_hosts(config.cluster.ranks, rate)
+    return open_hosts(config.cluster.ranks, _initial_rate(config.bandwidth, config.network)[0])
+
+
+def _initial_rate(bandwidth: BandwidthConfig, network: NetworkConfig) -> tuple[float | None, float]:
+    dilation = network.time_dilation
+    return (None, 0.0) if isinstance(dilation, str) else dilate(bandwidth, network, dilation)
 
 
 def enter_network(network: NetworkConfig, rank: int) -> None:
@@ -83,8 +87,11 @@ def leave_network(network: NetworkConfig, rank: int) -> Iterator[None]:
 
 
 def build_link(bandwidth: BandwidthConfig, network: NetworkConfig, rank: int = 0) -> Link:
-    """The link that the configuration describes, slowed down by ``network.time_dilation``."""
-    rate, latency_s = dilate(bandwidth, network, network.time_dilation)
+    """The link that the configuration describes, slowed down by ``network.time_dilation``; not capped with ``auto``.
+
+    :class:`tagc.network.calibration.LinkScale` caps it once the dilation is known.
+    """
+    rate, latency_s = _initial_rate(bandwidth, network)
     if network.name == "namespaces":
         return NamespaceLink(Host(rank), rate)
     if network.name == "real":

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tagc.codec.sparsify import select_values, threshold_exact, threshold_lognormal, threshold_sampled
+from tagc.codec.sparsify import draw_positions, select_values, threshold_exact, threshold_lognormal
+
+CPU = torch.device("cpu")
 
 
 def kept_share(x, threshold):
@@ -29,10 +31,34 @@ def test_exact_keeps_exactly_k(numel, density, seed):
 
 
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.2, 0.4])
-def test_sampled_is_within_a_point(density):
+def test_a_sample_is_within_a_point(density):
     x = gradient_like(400_000)
-    threshold = threshold_sampled(x, density, 65_536, torch.Generator().manual_seed(1))
+    threshold = threshold_exact(x[draw_positions(400_000, 32_768, 1, CPU)], density)
     assert abs(kept_share(x, threshold) - density) < 0.01
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 4000), st.integers(0, 2**32 - 1))
+def test_sampled_positions_are_spread_evenly(numel, sample, shift):
+    position = draw_positions(numel, sample, shift, CPU)
+    parts = min(sample, numel)
+    assert position.unique().tolist() == sorted(position.tolist()), "no position comes twice"
+    start = (position - shift) % numel
+    edge = torch.arange(parts + 1) * numel // parts
+    assert ((edge[:-1] <= start) & (start < edge[1:])).all(), "one in every part"
+
+
+def test_sampled_positions_do_not_follow_the_columns():
+    """A gradient's columns differ in size: each must be met as often as any other."""
+    column = torch.cat([draw_positions(768 * 4096, 32_768, shift, CPU) % 768 for shift in (0, 99, 2**31 + 7)])
+    count = torch.bincount(column, minlength=768)
+    assert abs(count.float().std() / (3 * 32_768 / 768) ** 0.5 - 1) < 0.1, "as independent draws would scatter"
+
+
+def test_the_largest_shard_has_positions_that_fit():
+    position = draw_positions(2**31 - 1, 512, 2**32 - 1, CPU)
+    assert position.min() >= 0
+    assert 2**31 - 2**24 < position.max() < 2**31 - 1
 
 
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.2, 0.4])
@@ -74,13 +100,7 @@ def test_every_shard_has_its_own_threshold():
     for threshold in (
         threshold_exact(x, 0.2),
         threshold_lognormal(x, 0.2),
-        threshold_sampled(x, 0.2, 4096, torch.Generator().manual_seed(0)),
+        threshold_exact(x[:, draw_positions(10_000, 4096, 0, CPU)], 0.2),
     ):
         assert threshold.shape == (2, 1)
         assert (select_values(x, threshold).float().mean(dim=1) - 0.2).abs().max() < 0.03
-
-
-def test_sampling_is_reproducible():
-    x = gradient_like(100_000)
-    first, second = (threshold_sampled(x, 0.2, 1000, torch.Generator().manual_seed(7)) for _ in range(2))
-    assert torch.equal(first, second)

@@ -26,7 +26,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tagc.codec.hashing import SketchLayout, plan_layout
-from tagc.kernels.triton import blocks, blocks_kernels, launch, packed_kernels, peel, peel_kernels, sketch
+from tagc.kernels.triton import (
+    blocks,
+    blocks_kernels,
+    launch,
+    packed_kernels,
+    peel,
+    peel_kernels,
+    sample_kernels,
+    sketch,
+)
 from tagc.kernels.triton import sketch_kernels as encoder
 
 ARCHITECTURES = (80, 90)
@@ -34,10 +43,18 @@ COLUMNS = ("kernel", "variant", "architecture", "warps", "registers", "shared_by
 WIDE, NARROW = plan_layout(4_700_000, 2.0), plan_layout(300_000, 2.0)  # 251 and 13 lanes
 
 INTEGERS = ("rank", "ranks", "numel", "index_bytes", "code_bytes", "scales", "capacity", "threshold_stride")
-INTEGERS += ("rows", "cells", "all_cells", "depth", "max_rounds")
+INTEGERS += ("sample", "rows", "cells", "all_cells", "depth", "max_rounds")
 POINTERS = {"owed": "u8", "index": "u8", "peers": "u8", "open": "u8", "pure": "u8", "unresolved": "u8", "codes": "u8"}
-POINTERS |= {"kept": "i32", "count": "i32", "union": "i32", "end": "i64", "rows": "i64", "cell": "i64"}
-STATE_AND_WIRE = ("carry", "residual", "cells", "values")  # fp32 unless a variant says otherwise
+POINTERS |= {
+    "kept": "i32",
+    "count": "i32",
+    "union": "i32",
+    "end": "i64",
+    "rows": "i64",
+    "cell": "i64",
+    "position": "i64",
+}
+STATE_AND_WIRE = ("carry", "residual", "state", "cells", "values")  # fp32 unless a variant says otherwise
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,8 @@ def list_variants() -> Iterator[Variant]:
         yield Variant(packed_kernels.select_packed, name, add | tile | {"WIRE": wire}, *rest)
         if dtype == "bf16":
             yield Variant(encoder.add_owed, name, tile, *rest)
+            gather = {"HAS_DECAY": True, "HAS_OWED": True, "TILE": launch.SAMPLE_TILE}
+            yield Variant(sample_kernels.gather_sample, name, gather, *rest)
             yield Variant(packed_kernels.place_packed, name, tile, *rest)
             yield Variant(packed_kernels.add_packed, name, tile, *rest)
             yield from list_quantising(name, rest)

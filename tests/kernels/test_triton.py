@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tagc.codec import peel as reference_peel
+from tagc.codec.sparsify import draw_positions
 from tagc.errors import UserError
 from tagc.kernels import reference
 from tests.kernels.cases import Case, make_cases, make_inputs, make_layout, make_table
@@ -112,9 +113,9 @@ def run_all() -> list[torch.Tensor]:
     results = [*encoded, *state[1:3], *decode_sketch(encoded, sizes, estimate=True)]
     gradient, carry, owed, threshold = encode_inputs(LARGE)
     results.append(backend.add_residual(gradient.clone(), carry, owed, 0.5))
-    draws = torch.Generator().manual_seed(0)
     results += [backend.threshold_exact(gradient, 0.1), backend.threshold_lognormal(gradient, 0.1)]
-    results.append(backend.threshold_sampled(gradient, 0.1, 1024, draws))
+    position = draw_positions(LARGE.numel, 1024, 3, gradient.device)
+    results.append(backend.sample_values(gradient, carry, owed, position, 0.5))
     residual = carry.clone()
     packed = backend.encode_packed(
         gradient.clone(),

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from tagc.kernels.cpu.blocks import decode_blocks, encode_blocks
 from tagc.kernels.cpu.packed import decode_packed, encode_packed
+from tagc.kernels.cpu.sample import sample_values, threshold_exact
 from tagc.kernels.cpu.sketch import add_residual, decode_sketch, encode_sketch
-from tagc.kernels.reference import threshold_exact, threshold_lognormal, threshold_sampled
+from tagc.kernels.reference import threshold_lognormal
 
 __all__ = [
     "add_residual",
@@ -29,7 +30,7 @@ __all__ = [
     "encode_blocks",
     "encode_packed",
     "encode_sketch",
+    "sample_values",
     "threshold_exact",
     "threshold_lognormal",
-    "threshold_sampled",
 ]

@@ -11,6 +11,7 @@ rounding of values does. The reference stops after MAX_ROUNDS rounds, which matt
 all (0.850 to 0.857 elements per cell for 60,013 elements in one lane); there this backend resolves more.
 
 Rows of lanes are padded to whole vectors in scratch memory; flags of the padding are zero, so nothing happens there.
+Rows of a single element have sweeps of their own (peel_single).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from numba import njit
 
 from tagc.kernels.cpu.bits import count_bits, count_flags, gather_bits, spread_bits
+from tagc.kernels.cpu.peel_single import peel_single
 from tagc.kernels.cpu.vectors import VECTOR, find_pure, take_pure
 
 _ZERO = np.float32(0)
@@ -257,15 +259,16 @@ def peel(
     unresolved_B: np.ndarray,
 ) -> tuple[int, int, int]:
     """Peel one shard into total_N. Returns the sizes of (the union with own, the peers' union, the unresolved)."""
-    peers, union = spread_rows(index_B, total_N, tile_rows, lanes, open_RW)
-    fill_cells(cells_S, open_RW, cell_HR, lanes, rest, count)
-    left = peers
-    if lanes > 1:
-        found = left
+    if lanes == 1:
+        union, peers, left, may_go_on = peel_single(index_B, cells_S, total_N, cell_HR, sign_HR, open_RW, rest, count)
+    else:
+        peers, union = spread_rows(index_B, total_N, tile_rows, lanes, open_RW)
+        fill_cells(cells_S, open_RW, cell_HR, lanes, rest, count)
+        left, found, may_go_on = peers, peers, True
         while found * SWEEP_SHARE > len(total_N):
             found = sweep_rows(open_RW, rest, count, cell_HR, sign_HR, lanes, total_N)
             left -= found
-    if left > 0:
+    if left > 0 and may_go_on:
         left -= chase_rest(open_RW, rest, count, cell_HR, sign_HR, rows_HCK, lanes, total_N)
     if left > 0:
         pack_rows(open_RW, tile_rows, lanes, unresolved_B)

@@ -15,6 +15,7 @@ from tagc.codec.hashing import HASH_ROWS, HashTable, SketchLayout
 from tagc.errors import UserError
 
 ELEMENT_TILE = 2048  # elements of a pass over a shard; a multiple of 8, so that a byte of an index has one writer
+SAMPLE_TILE = 512  # sampled positions in one program
 CELL_TILE_ELEMENTS = 1024  # cells x lanes summed by one program
 PEEL_WORDS = 512  # words of bits in one program that looks for pure cells
 PEEL_BYTES = 256  # bytes of bits in one program that takes values; a thread takes those of its bytes in turn
