@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tagc.config import Config
-from tagc.network.select import dilate
 from tagc.network.link import Link
+from tagc.network.select import dilate
 
 logger = logging.getLogger("tagc")
 
