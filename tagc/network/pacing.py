@@ -16,7 +16,7 @@ from tagc.network.link import Link
 
 
 class PacedLink(Link):
-    """A link whose user waits: :meth:`reserve` time for what is sent or received, then :meth:`wait_until` it is over."""
+    """A link whose user waits: :meth:`reserve` time for what is sent or received, :meth:`wait_until` it is over."""
 
     def __init__(
         self,
