@@ -20,6 +20,9 @@ class InterfaceCounters:
         self._file = open("/proc/thread-self/net/dev", encoding="ascii")  # noqa: SIM115
         self.read()
 
+    def close(self) -> None:
+        self._file.close()
+
     def read(self) -> Counters:
         """The counters now."""
         self._file.seek(0)

@@ -16,7 +16,7 @@ import errno
 import os
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from tagc.errors import UserError
 from tagc.network.counters import InterfaceCounters
@@ -27,7 +27,7 @@ from tagc.network.tbf import cap_interface
 INTERFACE = "eth0"  # of every rank
 ENVIRONMENT_KEY = "TAGC_NAMESPACES"  # <launcher's pid>:<switch's fd>,<rank 0's fd>,...; what ranks inherit
 MAX_RANKS = 1000  # a Linux bridge has 1,024 ports
-_MISSING = (errno.EOPNOTSUPP, errno.ENOENT, errno.ENOSYS, errno.EINVAL)
+_MISSING = (errno.EOPNOTSUPP, errno.ENOENT, errno.ENOSYS)
 
 
 class NamespacesUnavailable(UserError):
@@ -106,7 +106,10 @@ def _explain(needs: str) -> Iterator[None]:
 
 
 class Host:
-    """A rank's place in the network that :func:`open_hosts` set up; read from the environment it yielded."""
+    """A rank's place in the network that :func:`open_hosts` set up; read from the environment it yielded.
+
+    A context manager that closes its files; the namespaces stay as long as the launcher holds them.
+    """
 
     def __init__(self, rank: int) -> None:
         launcher, handles = os.environ[ENVIRONMENT_KEY].split(":")
@@ -114,6 +117,13 @@ class Host:
         self.rank = rank
         self._outside = os.open(f"/proc/{launcher}/ns/net", os.O_RDONLY)
         self.switch, self.own = (os.open(f"/proc/{launcher}/fd/{fd}", os.O_RDONLY) for fd in (switch, own))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for handle in (self._outside, self.switch, self.own):
+            os.close(handle)
 
     def enter(self) -> None:
         """Move the calling thread into this host. Sockets that are open already stay where they were made."""
@@ -130,7 +140,7 @@ class Host:
 
 
 class NamespaceLink(Link):
-    """The interface of this rank's host; the kernel enforces the cap. There is no latency to set."""
+    """The interface of this rank's host; the kernel enforces the cap. There is no latency to set. Owns ``host``."""
 
     def __init__(self, host: Host, rate_bytes_per_s: float | None) -> None:
         super().__init__(rate_bytes_per_s)
@@ -143,6 +153,11 @@ class NamespaceLink(Link):
             raise UserError("network.latency_ms works with network=paced only: this kernel path cannot add a delay")
         _cap(self._host.own, self._host.switch, self._host.rank, rate_bytes_per_s)
         super().set_rate(rate_bytes_per_s)
+
+    def close(self) -> None:
+        """Let go of the namespaces."""
+        self._counters.close()
+        self._host.__exit__()
 
     def read_counters(self) -> Counters:
         """See :meth:`Link.read_counters`. Frames that the interface takes as one large segment have one header."""

@@ -2,8 +2,8 @@
 
 Every byte a rank sends or receives reserves time on its link at the configured rate; an exchange may not complete
 before the time it reserved has passed. Concurrent exchanges queue behind each other, so together they never exceed the
-rate. Works without privileges. Protocol overhead is a constant factor. What is not modelled: congestion inside a switch,
-loss, the processor time that a real network stack takes.
+rate. Works without privileges. Protocol overhead is a constant factor. Not modelled: congestion inside a switch, loss,
+and the processor time that a real network stack takes.
 """
 
 from __future__ import annotations

@@ -68,12 +68,18 @@ def _open_namespaces(config: Config, device: str) -> AbstractContextManager[dict
 def enter_network(network: NetworkConfig, rank: int) -> None:
     """Put the calling thread on the rank's own network, if it has one: sockets made from now on belong there."""
     if network.name == "namespaces":
-        Host(rank).enter()
+        with Host(rank) as host:
+            host.enter()
 
 
-def leave_network(network: NetworkConfig, rank: int) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def leave_network(network: NetworkConfig, rank: int) -> Iterator[None]:
     """What starts within this context is on the machine's network: threads and processes that talk to the world."""
-    return Host(rank).outside() if network.name == "namespaces" else contextlib.nullcontext()
+    if network.name != "namespaces":
+        yield
+        return
+    with Host(rank) as host, host.outside():
+        yield
 
 
 def build_link(bandwidth: BandwidthConfig, network: NetworkConfig, rank: int = 0) -> Link:
