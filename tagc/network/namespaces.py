@@ -160,5 +160,5 @@ class NamespaceLink(Link):
         self._host.__exit__()
 
     def read_counters(self) -> Counters:
-        """See :meth:`Link.read_counters`. Frames that the interface takes as one large segment have one header."""
+        """See :meth:`Link.read_counters`. Frames that TCP hands over as one segment count one header together."""
         return self._counters.read()

@@ -14,9 +14,8 @@ from collections.abc import Callable
 
 from tagc.network.link import Link
 
-# Bytes on the wire per byte of payload. 1,514 bytes of Ethernet frame carry 1,448 (headers of Ethernet, IPv4 and TCP
-# with timestamps); acknowledgements of the other direction are the rest. Interfaces of namespaces count 1.062.
-WIRE_BYTES_PER_BYTE = 1.06
+# An Ethernet frame of 1,514 bytes carries 1,448: the rest are the headers of Ethernet, IPv4 and TCP with timestamps.
+WIRE_BYTES_PER_BYTE = 1514 / 1448
 
 
 class PacedLink(Link):
