@@ -18,6 +18,7 @@ from tagc.errors import UserError
 COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2", "packed", "int8", "int4")
 THRESHOLDS = ("sampled", "exact", "lognormal")
 KERNELS = ("auto", "reference", "cpu", "triton")
+NETWORKS = ("paced", "namespaces", "auto", "real")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -80,10 +81,10 @@ class BandwidthConfig:
 
 @dataclass
 class NetworkConfig:
-    """How the cap is enforced."""
+    """How the cap is enforced: paced in process; namespaces, a capped interface per rank; auto; real, not by us."""
 
-    name: str = "paced"  # paced: each rank's link is modelled in process
-    latency_ms: float = 0.0  # one-way delay added to every exchange, in [0, 60000]
+    name: str = "paced"
+    latency_ms: float = 0.0  # one-way delay added to every exchange, in [0, 60000]; paced only
     time_dilation: float = 1.0  # the link rate is divided by this and the latency multiplied, in [1, 10^6]
 
 
@@ -185,7 +186,7 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "compressor.retry_steps", k.retry_steps >= 1, "an integer >= 1"
     rate_is_legal = b.rate_mbps is None or 1e-3 <= b.rate_mbps <= 1e7
     yield "bandwidth.rate_mbps", rate_is_legal, "a rate in [0.001, 10^7] Mbit/s, or null for no cap"
-    yield "network.name", n.name == "paced", "paced"
+    yield "network.name", n.name in NETWORKS, "one of " + ", ".join(NETWORKS)
     yield "network.latency_ms", 0 <= n.latency_ms <= 60_000, "milliseconds in [0, 60000]"
     yield "network.time_dilation", 1 <= n.time_dilation <= 1e6, "a factor in [1, 10^6]"
     yield "cluster.name", c.cluster.name == "local", "local"
@@ -222,6 +223,19 @@ def _lookup(config: Config, key: str) -> Any:
     return value
 
 
+def _check_network(network: NetworkConfig) -> None:
+    if network.name in ("namespaces", "real") and network.latency_ms:
+        raise UserError(
+            f"network.latency_ms={network.latency_ms:g} is a key of the paced link; network={network.name} adds no "
+            "delay: set it to 0, or network=paced"
+        )
+    if network.name == "real" and network.time_dilation != 1:
+        raise UserError(
+            f"network.time_dilation={network.time_dilation:g} cannot slow a real interface down; set it to 1 and cap "
+            "the interface itself (slurm/README.md), or set network=paced"
+        )
+
+
 def validate(config: Config) -> Config:
     """Check every key and every pair of keys that must agree; returns the configuration unchanged.
 
@@ -235,6 +249,7 @@ def validate(config: Config) -> Config:
     for key, holds, legal in _range_rules(config):
         if not holds:
             raise UserError(f"{key}={_lookup(config, key)} is out of range; legal: {legal}")
+    _check_network(config.network)
     model, trainer, ranks = config.model, config.trainer, config.cluster.ranks
     if model.width % model.heads:
         raise UserError(

@@ -28,6 +28,7 @@ from typing import Any
 from tagc.config import Config
 from tagc.device import resolve_device
 from tagc.errors import UserError
+from tagc.network import open_network
 from tagc.rank_errors import RankFailure, find_root_cause, record_exception
 
 Worker = Callable[[Config, Any, str], None]  # (config, data, run folder), runs in every rank
@@ -64,11 +65,13 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
         set_aside_earlier_record(run_dir)  # whole, and before anything of this run can be mistaken for it
         summary_path = run_dir / "summary.json"
         try:
-            resolve_device(config.cluster.device, config.cluster.ranks)
+            device = resolve_device(config.cluster.device, config.cluster.ranks)
             from tagc.data import prepare
             from tagc.record import load_summary
 
-            _run_ranks(config, prepare(config.data), run_dir, worker)
+            data = prepare(config.data)
+            with open_network(config, device) as (config, environment):
+                _run_ranks(config, data, run_dir, worker, environment)
             if not summary_path.exists():
                 raise RankFailure(f"all ranks ended without an error, but rank 0 wrote no {summary_path}")
             return load_summary(run_dir)
@@ -165,13 +168,14 @@ def _threads_per_rank(config: Config) -> int:
 
 
 @contextlib.contextmanager
-def _rank_environment(config: Config) -> Iterator[None]:
-    """Set what the ranks inherit, and put the launcher's environment back afterwards."""
+def _rank_environment(config: Config, network: dict[str, str]) -> Iterator[None]:
+    """Set what the ranks inherit, ``network`` included, and put the launcher's environment back afterwards."""
     saved = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = str(_threads_per_rank(config))
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:  # gloo would look up the host's name, and warn where that has no address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.update(network)
     try:
         yield
     finally:
@@ -179,7 +183,7 @@ def _rank_environment(config: Config) -> Iterator[None]:
         os.environ.update(saved)
 
 
-def _run_ranks(config: Config, data: Any, run_dir: Path, worker: Worker | None) -> None:
+def _run_ranks(config: Config, data: Any, run_dir: Path, worker: Worker | None, network: dict[str, str]) -> None:
     """Start the ranks and wait until all have ended."""
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
         logger = logging.getLogger(name)
@@ -189,7 +193,7 @@ def _run_ranks(config: Config, data: Any, run_dir: Path, worker: Worker | None) 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="tagc_") as report_dir, _rank_environment(config):
+    with tempfile.TemporaryDirectory(prefix="tagc_") as report_dir, _rank_environment(config, network):
         agent = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -2,8 +2,8 @@
 
 Every byte a rank sends or receives reserves time on its link at the configured rate; an exchange may not complete
 before the time it reserved has passed. Concurrent exchanges queue behind each other, so together they never exceed the
-rate. Works without privileges. What it does not model: protocol headers, congestion
-inside a switch, loss.
+rate. Works without privileges. Protocol overhead is a constant factor. Not modelled: congestion inside a switch, loss,
+and the processor time that a real network stack takes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from tagc.config import BandwidthConfig, NetworkConfig
+from tagc.network.link import Link
+
+# An Ethernet frame of 1,514 bytes carries 1,448: the rest are the headers of Ethernet, IPv4 and TCP with timestamps.
+WIRE_BYTES_PER_BYTE = 1514 / 1448
 
 
-class PacedLink:
-    """One rank's link. rate: bytes per second in each direction, None for no cap. latency: seconds, one way."""
+class PacedLink(Link):
+    """A link whose user waits: :meth:`reserve` time for what is sent or received, :meth:`wait_until` it is over."""
 
     def __init__(
         self,
@@ -25,7 +28,7 @@ class PacedLink:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.rate_bytes_per_s, self.latency_s = rate_bytes_per_s, latency_s
+        super().__init__(rate_bytes_per_s, latency_s)
         self._clock, self._sleep = clock, sleep
         self._free_at = {"send": 0.0, "receive": 0.0}
         self._lock = threading.Lock()
@@ -37,20 +40,17 @@ class PacedLink:
 
     def reserve(self, direction: str, nbytes: int) -> float:
         """Queue ``nbytes`` on the link; returns the clock time at which the last of them has passed it."""
-        seconds = nbytes / self.rate_bytes_per_s if self.rate_bytes_per_s else 0.0
         with self._lock:
-            free_at = max(self._clock(), self._free_at[direction]) + seconds
+            free_at = max(self._clock(), self._free_at[direction]) + self.seconds_for(nbytes)
             self._free_at[direction] = free_at
         return free_at + self.latency_s
+
+    def seconds_for(self, nbytes: int) -> float:
+        """How long ``nbytes`` of payload occupy one direction of the link."""
+        return nbytes * WIRE_BYTES_PER_BYTE / self.rate_bytes_per_s if self.rate_bytes_per_s else 0.0
 
     def wait_until(self, deadline: float) -> None:
         """Block until the clock reaches ``deadline``."""
         remaining = deadline - self._clock()
         if remaining > 0:
             self._sleep(remaining)
-
-
-def build_link(bandwidth: BandwidthConfig, network: NetworkConfig) -> PacedLink:
-    """The link that the configuration describes, slowed down by ``network.time_dilation``."""
-    rate = None if bandwidth.rate_mbps is None else bandwidth.rate_mbps * 1e6 / 8 / network.time_dilation
-    return PacedLink(rate, network.latency_ms / 1e3 * network.time_dilation)

@@ -37,7 +37,7 @@ class StreamPacer:
         if self._link.rate_bytes_per_s:
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                self._spin(nbytes / self._link.rate_bytes_per_s)
+                self._spin(self._link.seconds_for(nbytes))
         yield
         current.wait_stream(self._stream)
         self._spin(self._link.latency_s)  # on the current stream: latency does not occupy the link

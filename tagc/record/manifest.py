@@ -104,6 +104,7 @@ def build_manifest(config: Config, *, kernels: str, device: str, extra: dict[str
         "seed": config.seed,
         "kernels": kernels,
         "device": device,
+        "network": config.network.name,
         **describe_git(),
         "versions": describe_versions(),
         "hardware": describe_hardware(),

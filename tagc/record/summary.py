@@ -22,6 +22,7 @@ BYTE_KEYS = (
     "return_wire_bytes",
     "param_wire_bytes",
 )
+LINK_KEYS = ("link_sent_bytes", "link_received_bytes")  # what the interface counted, where it counts
 MEAN_KEYS = ("achieved_sparsity", "union_density", "peeled_frac", "fidelity_cosine", "fidelity_rel_error")
 
 
@@ -73,6 +74,7 @@ def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
         "compressor": config.compressor.name,
         "bandwidth": config.bandwidth.name,
         "rate_mbps": config.bandwidth.rate_mbps,
+        "network": config.network.name,
         "time_dilation": config.network.time_dilation,
         "ranks": config.cluster.ranks,
         "model": config.model.name,
@@ -83,7 +85,7 @@ def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
         "iteration_ms_p20": _percentile(iteration_ms, 20),
         "iteration_ms_p80": _percentile(iteration_ms, 80),
     }
-    summary |= {f"{key}_median": _percentile(_numbers(timed, key), 50) for key in TIME_KEYS}
+    summary |= {f"{key}_median": _percentile(_numbers(timed, key), 50) for key in TIME_KEYS + LINK_KEYS}
     summary["tokens_per_s"] = _tokens_per_s(timed)
     summary |= {f"{key}_per_step": _mean(_numbers(counted, key)) for key in BYTE_KEYS}
     summary |= {

@@ -14,7 +14,7 @@ from rich.text import Text
 from tagc.record.console import get_console
 
 MISSING = "-"
-SETTINGS = ("compressor", "bandwidth", "ranks", "seed", "model")
+SETTINGS = ("compressor", "bandwidth", "network", "ranks", "seed", "model")
 HEADERS = {"compressor": "com-\npressor", "bandwidth": "band-\nwidth"}  # no wider than their values
 Summary = dict[str, Any]
 
@@ -66,7 +66,8 @@ def _link(summary: Summary) -> str:
     name = str(summary.get("bandwidth", MISSING))
     if rate_mbps is None:
         return name
-    return f"{name}: {rate_mbps / dilation:g} Mbit/s" + (f" (time dilation {dilation:g})" if dilation != 1 else "")
+    dilated = f" (time dilation {dilation:g})" if dilation != 1 else ""
+    return f"{name}: {rate_mbps / dilation:g} Mbit/s{dilated}, {summary.get('network', MISSING)}"
 
 
 def _phases(summary: Summary) -> str:

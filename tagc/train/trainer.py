@@ -24,7 +24,7 @@ from tagc.data import DataInfo, TrainLoader, open_tokens, validation_batch
 from tagc.errors import UserError
 from tagc.model.gpt import GPT, parameter_count
 from tagc.model.init import materialize
-from tagc.network import build_link
+from tagc.network import Counters, build_link
 from tagc.record import NullRecorder
 from tagc.train.optimizer import build_optimizer, clip_gradients, learning_rate_at
 from tagc.train.parallel import shard_model, unit_parameter_names
@@ -40,7 +40,7 @@ class Trainer:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(config.seed * 1_000_003 + self.rank)  # dropout; weights and data have seeds of their own
         self.stopwatch = Stopwatch(device)
-        self.exchange = Exchange(build_link(config.bandwidth, config.network), device)
+        self.exchange = Exchange(build_link(config.bandwidth, config.network, self.rank), device)
         self._data_description = data.description
         self._build_model(data.vocab_size, kernels)
         self._open_data(data)
@@ -124,6 +124,7 @@ class Trainer:
         begin_s = time.perf_counter()
         self.stopwatch.take()
         self.exchange.take_sent_bytes()
+        counters = self.exchange.link.read_counters()
         self.sync.begin_step(step)
         loss = self._accumulate_gradients()
         report = self.sync.finish_step(loss)
@@ -147,6 +148,7 @@ class Trainer:
             "tokens": self.config.trainer.global_batch * self.config.model.context,
             **self._split_time(elapsed_ms),
             **self._count_bytes(),
+            **self._count_link_bytes(counters),
             **report.metrics,
         }
 
@@ -211,6 +213,13 @@ class Trainer:
         row["grad_wire_bytes"] = row["value_wire_bytes"] + row["index_wire_bytes"] + row["return_wire_bytes"]
         row["wire_bytes"] = row["grad_wire_bytes"] + row["param_wire_bytes"]
         return row
+
+    def _count_link_bytes(self, before: Counters | None) -> dict[str, int]:
+        """What the interface counted since ``before``: headers, acknowledgements and control messages included."""
+        now = self.exchange.link.read_counters()
+        if before is None or now is None:
+            return {}
+        return {f"link_{name}": end - begin for name, begin, end in zip(now._fields, before, now, strict=True)}
 
     def _nonfinite_parameters(self) -> list[str]:
         """Parameters whose gradient on this rank is not finite; if only the norm overflowed, the largest gradient's."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from tagc.comm.process_group import start_process_group
 from tagc.config import Config
 from tagc.data import DataInfo
 from tagc.device import resolve_device
 from tagc.kernels import resolve_backend
+from tagc.network import leave_network
 from tagc.record import NullRecorder, Recorder, build_manifest, close_logging, setup_logging
 from tagc.train.trainer import Trainer
 
@@ -33,12 +34,7 @@ def run_worker(config: Config, data: DataInfo, run_dir: str) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, as the papers' runs
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        timeout=timedelta(seconds=config.cluster.timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
+    start_process_group(config, device)
     _train(config, data, run_dir, device)
     dist.destroy_process_group()  # not after an error: peers may be waiting inside a collective
     close_logging()
@@ -48,11 +44,13 @@ def _train(config: Config, data: DataInfo, run_dir: str, device: torch.device) -
     kernels_name, kernels = resolve_backend(config.kernels, device.type)
     extra = {"data": asdict(data), "backend": dist.get_backend(), "threads_per_rank": torch.get_num_threads()}
     manifest = build_manifest(config, kernels=kernels_name, device=str(device), extra=extra)
-    recorder = Recorder(Path(run_dir), config, manifest) if dist.get_rank() == 0 else NullRecorder()
+    rank = dist.get_rank()
+    with leave_network(config.network, rank):  # W&B's thread and process talk to its server, not to other ranks
+        recorder = Recorder(Path(run_dir), config, manifest) if rank == 0 else NullRecorder()
     with recorder:
         trainer = Trainer(config, data, device, kernels)
         trainer.log_start(kernels_name)
         trainer.train(recorder)
         recorder.finish("done")
-        if dist.get_rank() == 0:
+        if rank == 0:
             logger.info("run folder: %s", run_dir)

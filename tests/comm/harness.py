@@ -15,7 +15,7 @@ from tagc.config import CompressorConfig, Config, LoggingConfig, ModelConfig, Tr
 from tagc.kernels import resolve_backend
 from tagc.model.gpt import GPT
 from tagc.model.init import materialize
-from tagc.network.pacing import PacedLink
+from tagc.network.link import Link
 from tagc.train.optimizer import clip_gradients
 from tagc.train.parallel import shard_model, unit_parameter_names
 
@@ -40,7 +40,9 @@ def tiny_config(name: str = "tagc", ranks: int = 2, **compressor: Any) -> Config
 class TinyRun:
     """One rank's model, exchange and optimizer. ``plain`` leaves FSDP2's own collectives in place."""
 
-    def __init__(self, config: Config, plain: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, config: Config, plain: bool = False, dtype: torch.dtype = torch.float32, link: Link | None = None
+    ) -> None:
         torch.manual_seed(0)
         self.config, self.rank, self.ranks = config, dist.get_rank(), dist.get_world_size()
         device = torch.device("cpu")
@@ -48,7 +50,7 @@ class TinyRun:
             self.model = GPT(config.model, VOCAB).to(dtype)
         units = shard_model(self.model, config.trainer, init_device_mesh("cpu", (self.ranks,)))
         materialize(self.model, config.seed, device)
-        self.exchange = Exchange(PacedLink(None), device)
+        self.exchange = Exchange(link or Link(), device)
         names = unit_parameter_names(self.model, units)
         kernels = resolve_backend("reference")[1]
         self.sync = None

@@ -1,4 +1,4 @@
-"""``python -m tests.launch.start WORKER RUN_DIR``: launch a worker of :mod:`tests.launch.workers` as run.py would."""
+"""``python -m tests.launch.start WORKER RUN_DIR [NETWORK]``: launch a worker of :mod:`tests.launch.workers`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.launch import workers
 
 def main() -> None:
     """What run.py does after Hydra has composed."""
-    summary = launch(Config(), Path(sys.argv[2]), getattr(workers, sys.argv[1]))
+    config = Config()
+    config.network.name = sys.argv[3] if len(sys.argv) > 3 else "paced"
+    summary = launch(config, Path(sys.argv[2]), getattr(workers, sys.argv[1]))
     sys.stdout.write(f"total={summary['total']}\n")
 
 

@@ -28,8 +28,8 @@ def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tagc.data, "prepare", lambda config: f"prepared {config.name}", raising=False)
 
 
-def _start(worker: str, run_dir: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.launch.start", worker, str(run_dir)]
+def _start(worker: str, run_dir: Path, *network: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.launch.start", worker, str(run_dir), *network]
     return subprocess.Popen(
         command,
         cwd=ROOT,

@@ -85,6 +85,48 @@ def hang(config: Config, data: Any, run_dir: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def train_in_namespaces(config: Config, data: Any, run_dir: str) -> None:
+    """Three FSDP2 steps of a tiny model; the summary compares counted bytes with those of the interface."""
+    from tagc.comm.process_group import start_process_group
+    from tagc.network import build_link, leave_network
+    from tests.comm.harness import TinyRun, tiny_config
+
+    start_process_group(config, torch.device("cpu"))
+    link = build_link(config.bandwidth, config.network, _rank())
+    tiny = tiny_config("tagc")
+    tiny.logging.fidelity_every = 0  # a diagnostic's bytes are not counted
+    run = TinyRun(tiny, link=link)
+    rows = []
+    for step in range(3):
+        before = link.read_counters()
+        run.backward(step)
+        run.update()
+        dist.barrier()  # nothing is under way any more
+        after = link.read_counters()
+        wire = [end - begin for begin, end in zip(before, after, strict=True)]
+        rows.append([sum(run.exchange.take_sent_bytes().values()), *wire])
+        link.set_rate(10e6)
+    with leave_network(config.network, _rank()):
+        outside = os.readlink("/proc/thread-self/ns/net")
+    places = {"inside": os.readlink("/proc/thread-self/ns/net"), "outside": outside}
+    if _rank() == 0:
+        summary = {"status": "done", "rows": rows, **places, "network": config.network.name}
+        Path(run_dir, "summary.json").write_text(json.dumps(summary))
+
+
+def hang_in_namespace(config: Config, data: Any, run_dir: str) -> None:
+    """As ``hang``, on a network of its own; leaves the namespace's name, too."""
+    from tagc.comm.process_group import start_process_group
+
+    start_process_group(config, torch.device("cpu"))
+    dist.all_reduce(torch.ones(1))
+    Path(run_dir, f"namespace_{_rank()}").write_text(os.readlink("/proc/thread-self/ns/net"))
+    _note_start(run_dir)
+    if _rank() == 0:
+        time.sleep(600)
+    dist.all_reduce(torch.ones(1))
+
+
 def record_two_steps_and_exit(config: Config, data: Any, run_dir: str) -> None:
     """Leave rows as a run that dies after its second step."""
     Path(run_dir, "metrics.jsonl").write_text('{"step": 1, "train_loss": 8.0}\n{"step": 2, "train_loss": 7.5}\n')

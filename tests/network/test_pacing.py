@@ -7,6 +7,7 @@ import pytest
 
 from tagc.config import BandwidthConfig, NetworkConfig
 from tagc.network import PacedLink, build_link
+from tagc.network.pacing import WIRE_BYTES_PER_BYTE
 
 
 class Clock:
@@ -17,26 +18,27 @@ class Clock:
         self.now_s += seconds
 
 
-def make_link(rate, latency_s=0.0):
+def make_link(payload_rate, latency_s=0.0):
     clock = Clock()
+    rate = None if payload_rate is None else payload_rate * WIRE_BYTES_PER_BYTE
     return PacedLink(rate, latency_s, clock=lambda: clock.now_s, sleep=clock.sleep), clock
 
 
 def test_bytes_take_their_time_and_queue():
     link, clock = make_link(1000.0)
-    assert link.reserve("send", 500) == 100.5
-    assert link.reserve("send", 500) == 101.0  # behind the first
-    assert link.reserve("receive", 500) == 100.5  # full duplex: the other direction is free
+    assert link.reserve("send", 500) == pytest.approx(100.5)
+    assert link.reserve("send", 500) == pytest.approx(101.0)  # behind the first
+    assert link.reserve("receive", 500) == pytest.approx(100.5)  # full duplex: the other direction is free
     link.wait_until(101.0)
-    assert clock.now_s == 101.0
+    assert clock.now_s == pytest.approx(101.0)
     clock.now_s = 200.0
-    assert link.reserve("send", 1000) == 201.0  # an idle link saves nothing up
+    assert link.reserve("send", 1000) == pytest.approx(201.0)  # an idle link saves nothing up
 
 
 def test_latency_delays_but_does_not_occupy_the_link():
     link, _ = make_link(1000.0, latency_s=0.25)
-    assert link.reserve("send", 1000) == 101.25
-    assert link.reserve("send", 1000) == 102.25
+    assert link.reserve("send", 1000) == pytest.approx(101.25)
+    assert link.reserve("send", 1000) == pytest.approx(102.25)
 
 
 def test_no_cap_is_no_delay():
@@ -44,6 +46,13 @@ def test_no_cap_is_no_delay():
     assert not link.is_capped
     link.wait_until(link.reserve("send", 10**12))
     assert clock.now_s == 100.0
+
+
+def test_the_rate_can_change_while_ranks_run():
+    link, _ = make_link(1000.0)
+    assert link.reserve("send", 1000) == pytest.approx(101.0)
+    link.set_rate(100.0 * WIRE_BYTES_PER_BYTE, latency_s=0.5)
+    assert link.reserve("send", 1000) == pytest.approx(111.5)  # behind what was queued at the old rate
 
 
 def test_concurrent_exchanges_share_the_link():
