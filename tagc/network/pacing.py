@@ -23,7 +23,7 @@ class PacedLink(Link):
 
     def __init__(
         self,
-        rate_bytes_per_s: float | None,
+        rate_bytes_per_s: float | None = None,
         latency_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,

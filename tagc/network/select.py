@@ -61,7 +61,8 @@ def _open_namespaces(config: Config, device: str) -> AbstractContextManager[dict
         raise UserError(
             f"network.latency_ms={config.network.latency_ms:g} needs network=paced: namespaces cap the rate only"
         )
-    rate, _ = dilate(config.bandwidth, config.network, config.network.time_dilation)
+    dilation = config.network.time_dilation
+    rate = None if isinstance(dilation, str) else dilate(config.bandwidth, config.network, dilation)[0]
     return open_hosts(config.cluster.ranks, rate)
 
 
@@ -83,8 +84,12 @@ def leave_network(network: NetworkConfig, rank: int) -> Iterator[None]:
 
 
 def build_link(bandwidth: BandwidthConfig, network: NetworkConfig, rank: int = 0) -> Link:
-    """The link that the configuration describes, slowed down by ``network.time_dilation``."""
-    rate, latency_s = dilate(bandwidth, network, network.time_dilation)
+    """The link that the configuration describes, slowed down by ``network.time_dilation``; not capped with ``auto``.
+
+    :class:`tagc.network.calibration.LinkScale` caps it once the dilation is known.
+    """
+    dilation = network.time_dilation
+    rate, latency_s = (None, 0.0) if isinstance(dilation, str) else dilate(bandwidth, network, dilation)
     if network.name == "namespaces":
         return NamespaceLink(Host(rank), rate)
     if network.name == "real":
