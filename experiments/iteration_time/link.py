@@ -8,6 +8,7 @@ from typing import Any
 from experiments.iteration_time.plan import LinkSpec
 from tagc.config import Config
 from tagc.network.calibration import resolve_dilation
+from tagc.network.pacing import WIRE_BYTES_PER_BYTE
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,11 @@ class Rate:
 def resolve_rate(spec: LinkSpec, measured: Calibration, config: Config) -> Rate:
     """The rate that ``spec`` means here.
 
-    Example: 10 MB at 4 times a computation of 0.5 s are 5 MB/s.
+    Example: 10 MB at 4 times a computation of 0.5 s are 5 MB/s, and 4.6 % more for headers.
     """
     if spec.comm_over_compute is not None:
-        return Rate(measured.baseline_bytes / (spec.comm_over_compute * measured.compute_s))
+        wire_bytes = measured.baseline_bytes * WIRE_BYTES_PER_BYTE
+        return Rate(wire_bytes / (spec.comm_over_compute * measured.compute_s))
     if spec.rate_mbps is None:
         return Rate(None)
     dilation = 1.0

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
 
 from experiments.iteration_time.arms import OTHER_TRANSPORT, arm_overrides
 from tagc import cli
@@ -149,9 +148,7 @@ def compose_config(cell: Cell, arm: str) -> Config:
 
 @cache
 def _compose(overrides: tuple[str, ...]) -> Config:
-    cli.register_schema()
-    with initialize_config_dir(str(cli.CONF_DIR), version_base="1.3"):
-        return cli.to_config(compose("config", overrides=list(overrides)))
+    return cli.compose_config(overrides)
 
 
 def hash_cell(cell: Cell) -> str:

@@ -32,6 +32,7 @@ from tagc.config import Config
 from tagc.data import prepare
 from tagc.errors import UserError
 from tagc.kernels import resolve_backend
+from tagc.network.pacing import WIRE_BYTES_PER_BYTE
 from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -87,7 +88,8 @@ def test_arms_take_turns_do_not_influence_each_other_and_are_recorded(tmp_path):
         counted = (mine["grad_wire_bytes"] + mine["param_wire_bytes"]).iloc[-1]
         assert counted == sent_bytes(cell, arm)
     measured, rate_mbps = shared["link"]["measured"], shared["link"]["rate_mbps"]
-    assert measured["baseline_bytes"] / (rate_mbps / 8 * 1e6) == pytest.approx(measured["compute_s"])
+    wire_s = measured["baseline_bytes"] * WIRE_BYTES_PER_BYTE / (rate_mbps / 8 * 1e6)
+    assert wire_s == pytest.approx(measured["compute_s"])
 
     run_rows = pd.read_json(tmp_path / "work" / "paced" / cell.key / "metrics.jsonl", lines=True, precise_float=True)
     alone = run_ranks(train_alone, 2, cell, "tagc")[0]
@@ -136,7 +138,7 @@ def test_links_are_read_and_resolved():
         parse_link("5 gbit")
     measured = Calibration(compute_s=0.5, baseline_bytes=10_000_000, flops_per_step=1e12)
     config = Config()
-    assert resolve_rate(parse_link("4x"), measured, config).bytes_per_s == 5e6
+    assert resolve_rate(parse_link("4x"), measured, config).bytes_per_s == pytest.approx(5e6 * 1514 / 1448)
     assert resolve_rate(parse_link("uncapped"), measured, config).bytes_per_s is None
     dilated = resolve_rate(parse_link("8gbps@rtx3080"), measured, config)
     assert dilated.time_dilation > 1
