@@ -33,7 +33,7 @@ from tagc.rank_errors import RankFailure
 
 WORK_DIR = Path("outputs/iteration_time")
 NETWORKS = ("auto", "namespaces", "paced")
-QUICK_CELLS = ("nano-r2-fp32-reshard-5x", "nano-r2-fp32-reshard-1gbps")
+QUICK_CELLS = ("nano-r2-fp32-reshard-200mbps", "nano-r2-fp32-reshard-1gbps")
 
 
 def resolve_network(name: str) -> str:

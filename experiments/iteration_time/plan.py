@@ -160,4 +160,4 @@ def hash_cell(cell: Cell) -> str:
 def shorten(cell: Cell) -> Cell:
     """The cell with five arms and few steps: for a look, not for a result."""
     arms = tuple(arm for arm in ("noop", "fsdp", "bf16", "tagc2", "packed") if arm in cell.arms)
-    return replace(cell, arms=arms, blocks=3, block_steps=3, warmup_steps=2, uncapped_steps=2)
+    return replace(cell, arms=arms, blocks=2, block_steps=3, warmup_steps=2, uncapped_steps=2)

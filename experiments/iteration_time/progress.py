@@ -41,6 +41,8 @@ class PlanProgress:
         self._task = self._bar.add_task("iteration time", total=sum(self._estimate_s.values()) or None)
 
     def __enter__(self) -> Self:
+        minutes = sum(self._estimate_s.values()) / 60
+        self.say(f"{len(self._estimate_s)} cells to measure, about {minutes:.0f} min on a quiet machine, estimated")
         self._bar.start()
         return self
 

@@ -142,6 +142,25 @@ def make_memory_sheet(cells: Sequence[tuple[dict[str, Any], pd.DataFrame]]) -> S
     return Sheet("Memory", note, (*headers, "state", "peak"), list(lines.values()))
 
 
+def make_agreement_sheet(table: pd.DataFrame) -> Sheet:
+    """The same cells at the same rate on both kinds of capped link."""
+    keys = ["cell", "arm", "rate_mbps"]
+    kernel, paced = (table[table["network"] == network] for network in NETWORKS)
+    both = kernel.merge(paced, on=keys, suffixes=("", "_paced")) if len(paced) and len(kernel) else table.head(0)
+    lines = [
+        (
+            line["cell"],
+            line["arm"],
+            f"{line['iteration_ms']:.0f}",
+            f"{line['iteration_ms_paced']:.0f}",
+            f"{line['iteration_ms_paced'] / line['iteration_ms'] - 1:+.1%}",
+        )
+        for _, line in both.iterrows()
+    ]
+    note = "Median iteration times of cells with a fixed rate, the link capped by the kernel and in process."
+    return Sheet("Namespaces against paced", note, ("cell", "arm", "namespaces, ms", "paced, ms", "difference"), lines)
+
+
 def make_crossover_sheet(crossovers: pd.DataFrame) -> Sheet:
     """Where compression stops paying."""
     signs = {"interpolated": "", "above": "> ", "below": "< "}
@@ -169,7 +188,8 @@ def report(rows_dir: Path, out_dir: Path, console: Console) -> None:
     table = pd.concat(tables, ignore_index=True)
     crossovers = find_crossovers(table)
     sheets = [make_cell_sheet(shared, part) for (shared, _), part in zip(cells, tables, strict=True)]
-    sheets += [make_transport_sheet(cells), make_memory_sheet(cells), make_crossover_sheet(crossovers)]
+    sheets += [make_transport_sheet(cells), make_agreement_sheet(table), make_memory_sheet(cells)]
+    sheets.append(make_crossover_sheet(crossovers))
     sheets = [sheet for sheet in sheets if sheet.lines]
     out_dir.mkdir(parents=True, exist_ok=True)
     heading = "# Iteration time\n\nMade by `python -m experiments.iteration_time.table` from the recorded rows.\n\n"

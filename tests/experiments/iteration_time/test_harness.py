@@ -155,6 +155,6 @@ def test_the_plan_is_whole():
     assert min(timed) >= 30
     for name in ("nano-r2-fp32-reshard-5x", "paper-*-10gbps*"):
         for cell in select_cells(paced, [name]):
-            assert compose_config(shorten(cell), "tagc2").trainer.max_steps == 13
+            assert compose_config(shorten(cell), "tagc2").trainer.max_steps == 10
     with pytest.raises(UserError, match="there are"):
         select_cells(paced, ["nothing*"])

@@ -16,7 +16,12 @@ from experiments.iteration_time.stats import (
     select_timed,
     summarise_cell,
 )
-from experiments.iteration_time.table import make_cell_sheet, make_memory_sheet, make_transport_sheet
+from experiments.iteration_time.table import (
+    make_agreement_sheet,
+    make_cell_sheet,
+    make_memory_sheet,
+    make_transport_sheet,
+)
 
 #: arm -> (ms per step beside a drift, gradient bytes)
 ARMS = {
@@ -97,17 +102,21 @@ def test_sheets_show_every_arm_and_the_transport_apart():
     assert "| 7.00 | 30.0% | +30.0% (+30.0% to +30.0%) |" in sheet.to_markdown()
     (transport,) = make_transport_sheet([(shared, rows)]).lines
     assert transport[-1].startswith("+20.0%")
+    table = summarise_cell(shared, rows)
+    paced = table.assign(network="paced", iteration_ms=table["iteration_ms"] * 1.05)
+    assert {line[-1] for line in make_agreement_sheet(pd.concat([table, paced])).lines} == {"+5.0%"}
+    assert make_agreement_sheet(table).lines == []
     assert len(make_memory_sheet([(shared, rows), (shared, rows)]).lines) == len(ARMS)
 
 
 def test_the_bootstrap_interval_covers_the_median_about_as_often_as_it_says():
     generator = np.random.default_rng(0)
     hits = 0
-    for trial in range(100):
+    for trial in range(50):
         middle, low, high = bootstrap_median(generator.normal(5, 1, size=15), seed=trial)
         assert low <= middle <= high
         hits += low <= 5 <= high
-    assert 88 <= hits <= 100
+    assert 44 <= hits <= 50
     assert bootstrap_median(np.array([2.0, 2.0])) == (2.0, 2.0, 2.0)
 
 
