@@ -30,8 +30,11 @@ from tagc.errors import UserError
 from tagc.launch import RunInterrupted, launch
 from tagc.network import open_network
 from tagc.rank_errors import RankFailure
+from tagc.record.manifest import describe_git
 
 WORK_DIR = Path("outputs/iteration_time")
+#: what this experiment writes into the repository: no change of the code that is measured
+WRITTEN = tuple(f"experiments/iteration_time/{name}" for name in ("rows", "table.md", "table.csv", "crossover.csv"))
 NETWORKS = ("auto", "namespaces", "paced")
 QUICK_CELLS = ("nano-r2-fp32-reshard-200mbps", "nano-r2-fp32-reshard-1gbps")
 
@@ -54,8 +57,9 @@ def measure_cell(cell: Cell, rows_dir: Path, work_dir: Path) -> None:
     """Launch the cell's ranks and record what they measured."""
     configs = {arm: compose_config(cell, arm) for arm in cell.arms}
     run_dir = work_dir / cell.network / cell.key
+    git = describe_git(ignored=WRITTEN)  # before anything else is recorded
     summary = launch(configs["fsdp"], run_dir, partial(run_cell, cell, configs))
-    record_cell(rows_dir, cell, run_dir, summary)
+    record_cell(rows_dir, cell, run_dir, summary | git)
 
 
 def measure_plan(cells: list[Cell], rows_dir: Path, work_dir: Path, console: Console) -> int:
