@@ -59,13 +59,10 @@ def make_plan(folder: Path, arms: list[str]) -> Path:
 
 
 def train_alone(rank: int, cell, arm: str) -> list[float]:
-    """The arm's losses in a process group of its own, by the trainer's own loop."""
+    """The arm's losses in a process group of its own, step by step as a run of run.py makes them."""
     config = compose_config(cell, arm)
     trainer = build_trainer(arm, config, prepare(config.data), torch.device("cpu"), resolve_backend(config.kernels)[1])
-    losses: list[float] = []
-    recorder = type("Losses", (), {"step": lambda self, row: losses.append(row["train_loss"])})()
-    trainer.train(recorder)
-    return losses
+    return [trainer.train_step(step)["train_loss"] for step in range(config.trainer.max_steps)]
 
 
 def test_arms_take_turns_do_not_influence_each_other_and_are_recorded(tmp_path):
