@@ -79,11 +79,6 @@ class Cell:
         """Optimizer steps that every arm makes."""
         return self.warmup_steps + self.uncapped_steps + self.blocks * self.block_steps
 
-    @property
-    def is_fully_capped(self) -> bool:
-        """Whether the cap also holds for traffic that does not pass the exchange."""
-        return self.network == "namespaces"
-
 
 def _slug(link: str) -> str:
     return link.replace("@", "_at_")
@@ -92,7 +87,8 @@ def _slug(link: str) -> str:
 def load_plan(network: str, path: Path = PLAN_PATH) -> list[Cell]:
     """All cells of a plan file, in its order, for one way of capping the link (``network``).
 
-    Errors: ``UserError`` naming the key for a setting that no cell has, an unknown arm, or two cells of one name.
+    Errors: ``UserError`` naming the key for a setting that no cell has, an unknown arm, no arm ``fsdp``, or two cells
+    of one name.
     """
     plan = yaml.safe_load(path.read_text())
     cells = [_make_cell(plan, group, link, network) for group in plan["groups"] for link in group["links"]]
@@ -113,6 +109,8 @@ def _make_cell(plan: dict[str, Any], group: dict[str, Any], link: str, network: 
     key = f"{name}-r{settings['ranks']}-{dtype}-{reshard}-{_slug(link)}"
     for arm in settings["arms"]:
         arm_overrides(arm)
+    if "fsdp" not in settings["arms"]:
+        raise UserError(f"cell {key}: its arms lack fsdp, the baseline of every comparison")
     arms = tuple(arm for arm in settings.pop("arms") if network == "namespaces" or arm not in OTHER_TRANSPORT)
     known = {field.name for field in fields(Cell)}
     if set(settings) - known:

@@ -142,7 +142,7 @@ def test_links_are_read_and_resolved():
     assert dilated.bytes_per_s == pytest.approx(1e9 / dilated.time_dilation)
 
 
-def test_the_plan_is_whole():
+def test_the_plan_is_whole(tmp_path):
     paced, capped = load_plan("paced"), load_plan("namespaces")
     assert [cell.key for cell in paced] == [cell.key for cell in capped]
     assert not {"ddp", "fsdp_gloo"} & {arm for cell in paced for arm in cell.arms}
@@ -153,5 +153,8 @@ def test_the_plan_is_whole():
     for name in ("nano-r2-fp32-reshard-5x", "paper-*-10gbps*"):
         for cell in select_cells(paced, [name]):
             assert compose_config(shorten(cell), "tagc2").trainer.max_steps == 10
+    for arms, message in ((["tagc"], "lack fsdp"), (["fsdp", "zip"], "zip is unknown")):
+        with pytest.raises(UserError, match=message):
+            load_plan("paced", make_plan(tmp_path, arms))
     with pytest.raises(UserError, match="there are"):
         select_cells(paced, ["nothing*"])
