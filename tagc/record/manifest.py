@@ -10,6 +10,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,16 @@ def _run_git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def describe_git() -> dict[str, Any]:
-    """``git_commit`` (40 hex digits) and ``git_dirty`` (changed or untracked files) of the source; None: unknown."""
+def describe_git(ignored: Sequence[str] = ()) -> dict[str, Any]:
+    """``git_commit`` (40 hex digits) and ``git_dirty`` (changed or untracked files) of the source; None: unknown.
+
+    ignored: paths from the repository's root, such as the rows that a measurement writes, that make nothing dirty.
+    """
     # Installed files inside somebody else's repository are not tracked there: that commit would say nothing.
     tracked = _run_git("ls-files", "--error-unmatch", "__init__.py") is not None
     commit = _run_git("rev-parse", "HEAD") if tracked else None
-    status = _run_git("status", "--porcelain") if commit else None
+    pathspec = [":/", *(f":(top,exclude){path}" for path in ignored)]
+    status = _run_git("status", "--porcelain", "--", *pathspec) if commit else None
     return {"git_commit": commit, "git_dirty": None if status is None else bool(status)}
 
 

@@ -55,7 +55,11 @@ class Trainer:
         mesh = init_device_mesh(self.device.type, (self.ranks,))
         self.units = shard_model(self.model, self.config.trainer, mesh)
         materialize(self.model, self.config.seed, self.device)
-        self.sync = GradientSync(
+        self.sync = self._build_sync(kernels)
+        self.optimizer = build_optimizer(self.model, self.config.trainer)
+
+    def _build_sync(self, kernels: ModuleType) -> GradientSync:
+        return GradientSync(
             self.config,
             self.units,
             unit_parameter_names(self.model, self.units),
@@ -64,7 +68,6 @@ class Trainer:
             kernels,
             self.device,
         )
-        self.optimizer = build_optimizer(self.model, self.config.trainer)
 
     def _open_data(self, data: DataInfo) -> None:
         context = self.config.model.context

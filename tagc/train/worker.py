@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,6 +30,13 @@ def run_worker(config: Config, data: DataInfo, run_dir: str) -> None:
 
     Errors: ``UserError`` for bad input, on all ranks alike.
     """
+    with rank_process(config, run_dir) as device:
+        _train(config, data, run_dir, device)
+
+
+@contextmanager
+def rank_process(config: Config, run_dir: str) -> Iterator[torch.device]:
+    """Logging, device and process group of this rank, given back at the end; yields the device."""
     rank = int(os.environ["RANK"])
     setup_logging(Path(run_dir), rank)
     device = torch.device(resolve_device(config.cluster.device, config.cluster.ranks))
@@ -36,7 +45,7 @@ def run_worker(config: Config, data: DataInfo, run_dir: str) -> None:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, as the papers' runs
     start_process_group(config, device)
-    _train(config, data, run_dir, device)
+    yield device
     dist.destroy_process_group()  # not after an error: peers may be waiting inside a collective
     close_logging()
 

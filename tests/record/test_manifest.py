@@ -48,6 +48,7 @@ def test_git_commit_and_dirty_flag(tmp_path: Path, monkeypatch) -> None:
     assert clean["git_dirty"] is False
     (source / "new.py").write_text("")
     assert manifest.describe_git() == {**clean, "git_dirty": True}
+    assert manifest.describe_git(ignored=["tagc/new.py"]) == clean
 
 
 def test_without_git_or_repository_the_commit_is_null(tmp_path: Path, monkeypatch) -> None:

@@ -1,0 +1,94 @@
+"""The recorded rows of a cell: ``<key>.csv``, one line per arm and step, and ``<key>.json``, what all lines share.
+
+Both are written when the cell has ended; the json comes last and holds the cell's hash, so a cell without it is rerun.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.iteration_time.plan import Cell, hash_cell
+from tagc.errors import UserError
+from tagc.record import load_rows
+from tagc.record.files import write_text_atomic
+
+ROWS_DIR = Path(__file__).with_name("rows")
+#: column -> decimals; what a step's row holds beyond these stays in the run folder
+COLUMNS = {
+    "arm": None,
+    "phase": None,
+    "block": None,
+    "turn_step": None,
+    "step": None,
+    "iteration_ms": 1,
+    "compute_ms": 1,
+    "compute_cpu_ms": 1,
+    "exposed_comm_ms": 1,
+    "encode_ms": 1,
+    "exchange_ms": 1,
+    "gather_ms": 1,
+    "decode_ms": 1,
+    "grad_wire_bytes": None,
+    "param_wire_bytes": None,
+    "link_sent_bytes": None,
+    "compressed_buckets": None,
+    "dense_buckets": None,
+    "train_loss": 4,
+}
+#: of the manifest of a run, what decides numbers
+_MANIFEST_KEYS = (
+    "started_at",
+    "git_commit",
+    "git_dirty",
+    "kernels",
+    "device",
+    "threads_per_rank",
+    "versions",
+    "hardware",
+)
+
+
+def _paths(rows_dir: Path, cell: Cell) -> tuple[Path, Path]:
+    folder = rows_dir / cell.network
+    return folder / f"{cell.key}.csv", folder / f"{cell.key}.json"
+
+
+def is_recorded(rows_dir: Path, cell: Cell) -> bool:
+    """Whether the folder holds this cell, measured with these very settings."""
+    path = _paths(rows_dir, cell)[1]
+    return path.exists() and json.loads(path.read_text()).get("hash") == hash_cell(cell)
+
+
+def record_cell(rows_dir: Path, cell: Cell, run_dir: Path, summary: dict[str, Any]) -> None:
+    """Turn a finished run folder into the cell's two files."""
+    csv_path, json_path = _paths(rows_dir, cell)
+    csv_path.parent.mkdir(parents=True, exist_ok=True)
+    json_path.unlink(missing_ok=True)
+    frame = pd.DataFrame(load_rows(run_dir / "metrics.jsonl")).reindex(columns=list(COLUMNS))
+    decimals = {column: digits for column, digits in COLUMNS.items() if digits is not None}
+    counts = frame.columns[frame.columns.str.endswith(("_bytes", "_buckets"))]
+    frame = frame.astype(dict.fromkeys(decimals, float)).round(decimals).astype(dict.fromkeys(counts, "Int64"))
+    write_text_atomic(csv_path, frame.to_csv(index=False))
+    shared = {
+        "hash": hash_cell(cell),
+        "setting": cell.setting,
+        **{key: summary[key] for key in ("cell", "link", "memory", "expected_gradient_bytes")},
+    }
+    shared |= {key: summary[key] for key in _MANIFEST_KEYS}
+    write_text_atomic(json_path, json.dumps(shared, indent=1) + "\n")
+
+
+def load_cells(rows_dir: Path, networks: Iterable[str]) -> list[tuple[dict[str, Any], pd.DataFrame]]:
+    """(what all rows share, rows) of every recorded cell, networks in the given order.
+
+    Errors: ``UserError`` naming the folder if it holds none.
+    """
+    paths = [path for network in networks for path in sorted((rows_dir / network).glob("*.json"))]
+    if not paths:
+        raise UserError(f"{rows_dir} holds no recorded cells; measure some: python -m experiments.iteration_time")
+    return [(json.loads(path.read_text()), pd.read_csv(path.with_suffix(".csv"))) for path in paths]
