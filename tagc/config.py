@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2", "packed", "int8", "int4")
 THRESHOLDS = ("sampled", "exact", "lognormal")
 KERNELS = ("auto", "reference", "cpu", "triton")
+RESUME = ("auto", "must", "never")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -118,6 +119,10 @@ class TrainerConfig:
     activation_checkpointing: bool = False  # recompute each block's activations in backward
     overlap: bool = True  # on the CPU, exchange gradients in a thread while backward goes on (CUDA always overlaps)
     compile: bool = False  # torch.compile every block
+    checkpoint_every: int = 500  # save every so many steps, and at the end of a run longer than that; 0: on signals only
+    keep_checkpoints: int = 2  # complete checkpoints kept, the newest, >= 1
+    # auto: continue the run folder's newest checkpoint unless its run is finished | must: that, or fail | never: start over
+    resume: str = "auto"
     eval_every: int = 50  # validate every so many steps (always at the end), >= 1
     timing_warmup_steps: int = 5  # first steps left out of iteration-time statistics, >= 0
     profile: bool = False  # trace three steps after those on every rank, profile/rank<r>.json.gz in the run folder
@@ -208,6 +213,9 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "trainer.beta2", 0 <= t.beta2 < 1, "a factor in [0, 1)"
     yield "trainer.grad_clip", t.grad_clip >= 0, "a norm > 0, or 0 for no clipping"
     yield "trainer.param_dtype", t.param_dtype in DTYPES, "one of " + ", ".join(DTYPES)
+    yield "trainer.checkpoint_every", t.checkpoint_every >= 0, "an integer >= 0 (0: only when a signal ends the run)"
+    yield "trainer.keep_checkpoints", t.keep_checkpoints >= 1, "an integer >= 1"
+    yield "trainer.resume", t.resume in RESUME, "one of " + ", ".join(RESUME)
     yield "trainer.eval_every", t.eval_every >= 1, "an integer >= 1"
     yield "trainer.timing_warmup_steps", t.timing_warmup_steps >= 0, "an integer >= 0"
     yield "logging.wandb", g.wandb in ("auto", "online", "offline", "disabled"), "auto, online, offline or disabled"

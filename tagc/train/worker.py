@@ -16,6 +16,7 @@ from tagc.data import DataInfo
 from tagc.device import resolve_device
 from tagc.kernels import resolve_backend
 from tagc.record import NullRecorder, Recorder, build_manifest, close_logging, setup_logging
+from tagc.train.checkpoint import Checkpoints
 from tagc.train.profile import StepProfiler
 from tagc.train.trainer import Trainer
 
@@ -49,11 +50,14 @@ def _train(config: Config, data: DataInfo, run_dir: str, device: torch.device) -
     kernels_name, kernels = resolve_backend(config.kernels, device.type)
     extra = {"data": asdict(data), "backend": dist.get_backend(), "threads_per_rank": torch.get_num_threads()}
     manifest = build_manifest(config, kernels=kernels_name, device=str(device), extra=extra)
-    recorder = Recorder(Path(run_dir), config, manifest) if dist.get_rank() == 0 else NullRecorder()
-    with recorder:
-        trainer = Trainer(config, data, device, kernels)
-        trainer.log_start(kernels_name)
-        trainer.train(recorder, StepProfiler(config.trainer, Path(run_dir), device))
-        recorder.finish("done")
+    trainer = Trainer(config, data, device, kernels)
+    with Checkpoints(Path(run_dir), config) as checkpoints:
+        step = checkpoints.restore_newest(trainer) or 0  # the launcher has set aside what is not to be continued
+        recorder = Recorder(Path(run_dir), config, manifest, step) if dist.get_rank() == 0 else NullRecorder()
+        with recorder:
+            trainer.log_start(kernels_name)
+            trainer.train(recorder, StepProfiler(config.trainer, Path(run_dir), device), checkpoints)
+            checkpoints.wait()
+            recorder.finish("interrupted" if trainer.is_stopping else "done")
         if dist.get_rank() == 0:
             logger.info("run folder: %s", run_dir)
