@@ -130,6 +130,8 @@ class Compressor(ABC):
 
     def load_residuals(self, residuals: dict[str, Tensor]) -> None:
         """Take over residuals as :meth:`residuals` gives them, for a run that goes on with other ranks."""
+        if residuals:
+            raise NotImplementedError(f"{type(self).__name__} keeps residuals and must take them over")
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that later steps depend on, by name; a tensor that does not exist yet is left out. Nothing is copied."""

@@ -197,7 +197,9 @@ class Checkpoints:
         notes = files.check_config(folder, info, self._config)
         _check_shapes(folder, info, trainer)
         if info.torch != torch.__version__:
-            notes.append(f"torch {torch.__version__}, {info.torch} in the checkpoint: the numbers may differ in rounding")
+            notes.append(
+                f"torch {torch.__version__}, {info.torch} in the checkpoint: the numbers may differ in rounding"
+            )
         trainer.load_data_state(info.data)
         restore_state(trainer, folder, info, self._group)
         trainer.step = info.step

@@ -1,10 +1,10 @@
 """The folders of checkpoints: what each holds, when it is complete, which are kept, and what a run may continue.
 
-    checkpoints/step_00000500/            complete: it got this name by a rename, after everything in it was on the disk
-        checkpoint.json                   step, ranks, torch version, configuration, and the size and CRC of every file
-        .metadata  __<rank>_0.distcp      torch.distributed.checkpoint's own
-    checkpoints/.step_00001000.partial/   being written, or left behind by a crash
-    checkpoints/damaged_step_00000500/    was complete once and is no longer readable
+checkpoints/step_00000500/            complete: it got this name by a rename, after everything in it was on the disk
+    checkpoint.json                   step, ranks, torch version, configuration, and the size and CRC of every file
+    .metadata  __<rank>_0.distcp      torch.distributed.checkpoint's own
+checkpoints/.step_00001000.partial/   being written, or left behind by a crash
+checkpoints/damaged_step_00000500/    was complete once and is no longer readable
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ def _sync_folder(folder: Path) -> None:
 def _flatten(config: dict[str, Any]) -> dict[str, Any]:
     flat = {}
     for section, value in config.items():
-        flat |= {f"{section}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {section: value}
+        flat |= (
+            {f"{section}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {section: value}
+        )
     return flat
 
 

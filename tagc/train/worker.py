@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from tagc.config import Config
 from tagc.data import DataInfo
 from tagc.device import resolve_device
 from tagc.kernels import resolve_backend
 from tagc.record import NullRecorder, Recorder, build_manifest, close_logging, setup_logging
+from tagc.stop_request import RESTART_VARIABLE, listen_in_rank
 from tagc.train.checkpoint import Checkpoints
 from tagc.train.profile import StepProfiler
 from tagc.train.trainer import Trainer
@@ -36,21 +39,33 @@ def run_worker(config: Config, data: DataInfo, run_dir: str) -> None:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, as the papers' runs
     backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=config.cluster.timeout_s)
+    store, rank, ranks = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         backend,
-        timeout=timedelta(seconds=config.cluster.timeout_s),
+        # Elastic keeps one store for all attempts: without a prefix a restarted rank finds the addresses of dead ones.
+        store=dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),
+        rank=rank,
+        world_size=ranks,
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    _train(config, data, run_dir, device)
+    with listen_in_rank() as stop_requested:
+        _train(config, data, run_dir, device, stop_requested)
     dist.destroy_process_group()  # not after an error: peers may be waiting inside a collective
     close_logging()
 
 
-def _train(config: Config, data: DataInfo, run_dir: str, device: torch.device) -> None:
+def _train(
+    config: Config, data: DataInfo, run_dir: str, device: torch.device, stop_requested: Callable[[], bool]
+) -> None:
+    if dist.get_rank() == 0 and RESTART_VARIABLE in os.environ:
+        logger.warning("%s", os.environ[RESTART_VARIABLE])
     kernels_name, kernels = resolve_backend(config.kernels, device.type)
     extra = {"data": asdict(data), "backend": dist.get_backend(), "threads_per_rank": torch.get_num_threads()}
     manifest = build_manifest(config, kernels=kernels_name, device=str(device), extra=extra)
     trainer = Trainer(config, data, device, kernels)
+    trainer.stop_requested = stop_requested
     with Checkpoints(Path(run_dir), config) as checkpoints:
         step = checkpoints.restore_newest(trainer) or 0  # the launcher has set aside what is not to be continued
         recorder = Recorder(Path(run_dir), config, manifest, step) if dist.get_rank() == 0 else NullRecorder()
@@ -58,6 +73,6 @@ def _train(config: Config, data: DataInfo, run_dir: str, device: torch.device) -
             trainer.log_start(kernels_name)
             trainer.train(recorder, StepProfiler(config.trainer, Path(run_dir), device), checkpoints)
             checkpoints.wait()
-            recorder.finish("interrupted" if trainer.is_stopping else "done")
+            recorder.finish("done" if trainer.step >= config.trainer.max_steps else "interrupted")
         if dist.get_rank() == 0:
             logger.info("run folder: %s", run_dir)

@@ -14,7 +14,10 @@ from tests.launch import workers
 
 def main() -> None:
     """What run.py does after Hydra has composed."""
-    summary = launch(Config(), Path(sys.argv[2]), getattr(workers, sys.argv[1]))
+    config = Config()
+    config.cluster.grace_s = 1.0  # `hang` has no steps
+    config.cluster.max_restarts = 0
+    summary = launch(config, Path(sys.argv[2]), getattr(workers, sys.argv[1]))
     sys.stdout.write(f"total={summary['total']}\n")
 
 
