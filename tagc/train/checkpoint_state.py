@@ -10,6 +10,7 @@ Everything else that decides a step (learning rate, hash seeds, sampled position
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +61,8 @@ def restore_state(trainer: Trainer, folder: Path, info: CheckpointInfo, group: d
         optim_state_dict=state["optimizer"],
     )
     if info.ranks != trainer.ranks:
-        _spread_residuals(trainer, reader, info.ranks, group)
-    own = _load_rank_state(reader, f"rank_{trainer.rank}/", group)
+        _spread_residuals(trainer, reader, info.ranks)
+    own = _load_rank_state(reader, f"rank_{trainer.rank}/")
     if info.ranks == trainer.ranks:
         for bucket in trainer.sync.buckets:
             for slot in bucket.slots:
@@ -76,14 +77,16 @@ def _take(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
 
 
-def _load_rank_state(reader: dcp.FileSystemReader, prefix: str, group: dist.ProcessGroup) -> dict[str, Tensor]:
+def _load_rank_state(reader: dcp.FileSystemReader, prefix: str) -> dict[str, Tensor]:
     """The plain tensors whose keys start with ``prefix``, by the rest of the key; empty if there are none."""
     state = {
         key: torch.empty(stored.size, dtype=stored.properties.dtype)
         for key, stored in reader.read_metadata().state_dict_metadata.items()
         if key.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
     }
-    dcp.load(state, storage_reader=reader, process_group=group)
+    with warnings.catch_warnings():  # about the missing process group: plain tensors need no agreement
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=reader, no_dist=True)
     return _take(state, prefix)
 
 
@@ -107,7 +110,7 @@ def _spread_residuals(trainer: Trainer, reader: dcp.FileSystemReader, old_ranks:
                     *(torch.device("cpu"), new.kernels),
                 )
                 old = next(s.compressor for s in old_bucket.slots if s.compressor.spec.name == new.spec.name)
-                old.load_state_dict(_load_rank_state(reader, f"rank_{old_rank}/{new.spec.name}/", group))
+                old.load_state_dict(_load_rank_state(reader, f"rank_{old_rank}/{new.spec.name}/"))
                 for name, residual in old.residuals().items():
                     share = residual.flatten() / old_ranks
                     mean[name] = mean[name] + share if name in mean else share
