@@ -90,7 +90,7 @@ def _load_rank_state(reader: dcp.FileSystemReader, prefix: str) -> dict[str, Ten
     return _take(state, prefix)
 
 
-def _spread_residuals(trainer: Trainer, reader: dcp.FileSystemReader, old_ranks: int, group: dist.ProcessGroup) -> None:
+def _spread_residuals(trainer: Trainer, reader: dcp.FileSystemReader, old_ranks: int) -> None:
     """Give every rank the mean of the old ranks' residuals, parameter by parameter.
 
     A reduction divides the sum over ranks by their number, so what the update is still owed is the residuals' mean:
