@@ -36,6 +36,7 @@ FIXED_KEYS = (
 FREE_KEYS = (
     *("logging.*", "cluster.*", "experiment", "data.name", "data.path"),
     *("trainer.resume", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.timing_warmup_steps"),
+    "trainer.profile",
 )
 
 

@@ -119,9 +119,7 @@ class Trainer:
         """Go on after the batch that came with ``state``. Errors: ``UserError`` if it belongs to other data."""
         self._loader.load_state(state)
 
-    def train(
-        self, recorder: NullRecorder, profiler: StepProfiler, checkpoints: Checkpoints | None = None
-    ) -> None:
+    def train(self, recorder: NullRecorder, profiler: StepProfiler, checkpoints: Checkpoints | None = None) -> None:
         """Run the steps that are left, until the last or until a rank is asked to stop (then ``is_stopping``).
 
         Errors: ``UserError`` on every rank when a gradient is NaN or Inf.

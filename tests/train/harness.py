@@ -13,6 +13,7 @@ from tagc.data import DataInfo, prepare
 from tagc.kernels import resolve_backend
 from tagc.record import NullRecorder
 from tagc.train.checkpoint import Checkpoints
+from tagc.train.profile import StepProfiler
 from tagc.train.trainer import Trainer
 from tests.comm.harness import VOCAB, tiny_config
 
@@ -65,7 +66,8 @@ def train_until(trainer: Trainer, step: int, checkpoints: Checkpoints | None = N
     """The rows of the steps up to ``step``; saves after the last one if there is a place."""
     rows = Rows()
     trainer.stop_requested = lambda: trainer.step + 1 >= step
-    trainer.train(rows, checkpoints)
+    profiler = StepProfiler(trainer.config.trainer, Path(), trainer.device)  # off
+    trainer.train(rows, profiler, checkpoints)
     return rows.rows
 
 
