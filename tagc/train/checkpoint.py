@@ -76,7 +76,7 @@ class Checkpoints:
         self._blocked_s += time.perf_counter() - begin_s
 
     def wait(self) -> bool:
-        """Wait until the last :meth:`save` is on the disk; returns whether it is. A storage failure is only logged.
+        """Wait until the last :meth:`save` is on the disk; returns whether it is. A storage failure was logged.
 
         Errors: whatever else went wrong in the thread, such as a lost rank.
         """
@@ -85,14 +85,7 @@ class Checkpoints:
             return True
         try:
             pending.result()
-        except _SaveFailed as failure:
-            if self._rank == 0:
-                every = self._config.trainer.checkpoint_every
-                logger.error(
-                    "no checkpoint was saved (%s); training goes on, the last complete checkpoint is untouched, and %s",
-                    failure,
-                    f"the next attempt is due within {every} steps" if every else "there will be no other attempt",
-                )
+        except _SaveFailed:
             return False
         return True
 
@@ -116,10 +109,16 @@ class Checkpoints:
             for part in self._agree(lambda: self._measure_own(partial)):
                 info.files |= part
             self._agree(lambda: files.commit(folder, info) if self._rank == 0 else None)
-        except _SaveFailed:
+        except _SaveFailed as failure:
             if self._rank == 0:
                 with suppress(OSError):  # a full disk needs the room
                     shutil.rmtree(partial)
+                logger.error(
+                    "step %d: no checkpoint was saved (%s); training goes on, the last complete one is untouched, and "
+                    "the next interval tries again",
+                    info.step,
+                    failure,
+                )
             raise
         if self._rank == 0:
             with suppress(OSError):  # what cannot be deleted now is deleted next time
