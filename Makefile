@@ -1,5 +1,5 @@
 # Two commands are enough on a fresh machine: `make run` and `make test`. Both set up .venv first.
-#   make run ARGS="compressor=fsdp bandwidth=1gbps"      override anything of the main job
+#   make run ARGS="compressor=fsdp bandwidth=10gbps"     override anything of the main job
 #   make test ARGS="tests/codec -k peel"                 run some of the tests
 
 PYTHON ?= python3

@@ -8,11 +8,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
@@ -43,6 +44,13 @@ def to_config(composed: DictConfig) -> Config:
         if not isinstance(choice, str) and group != "experiment":
             raise UserError(f"{group}={choice}: choose exactly one option of conf/{group}/ (a sweep needs -m)")
     return from_omegaconf(composed)
+
+
+def compose_config(overrides: Iterable[str]) -> Config:
+    """The validated configuration that ``python run.py OVERRIDES`` would run; nothing is run."""
+    register_schema()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return to_config(compose("config", overrides=list(overrides)))
 
 
 def launch_job(config: Config) -> None:

@@ -21,6 +21,7 @@ THRESHOLDS = ("sampled", "exact", "lognormal")
 KERNELS = ("auto", "reference", "cpu", "triton")
 RESUME = ("auto", "must", "never")
 DTYPES = ("float32", "bfloat16")
+REFERENCE_GPUS = ("rtx3080", "a100", "h100")
 
 
 @dataclass
@@ -86,7 +87,10 @@ class NetworkConfig:
 
     name: str = "paced"  # paced: each rank's link is modelled in process
     latency_ms: float = 0.0  # one-way delay added to every exchange, in [0, 60000]
-    time_dilation: float = 1.0  # the link rate is divided by this and the latency multiplied, in [1, 10^6]
+    # The link rate is divided by this and the latency multiplied, in [1, 10^6]. auto: how much slower a step computes
+    # here than on reference_gpu, measured in the first steps; 1 on CUDA and where nothing is capped.
+    time_dilation: int | float | str = "auto"
+    reference_gpu: str = "rtx3080"  # what auto compares with: rtx3080 | a100 | h100 (tagc/network/calibration.py)
 
 
 @dataclass
@@ -195,7 +199,10 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "bandwidth.rate_mbps", rate_is_legal, "a rate in [0.001, 10^7] Mbit/s, or null for no cap"
     yield "network.name", n.name == "paced", "paced"
     yield "network.latency_ms", 0 <= n.latency_ms <= 60_000, "milliseconds in [0, 60000]"
-    yield "network.time_dilation", 1 <= n.time_dilation <= 1e6, "a factor in [1, 10^6]"
+    dilation = n.time_dilation
+    is_legal = dilation == "auto" if isinstance(dilation, str) else 1 <= dilation <= 1e6
+    yield "network.time_dilation", is_legal, "auto, or a factor in [1, 10^6]"
+    yield "network.reference_gpu", n.reference_gpu in REFERENCE_GPUS, "one of " + ", ".join(REFERENCE_GPUS)
     yield "cluster.name", c.cluster.name == "local", "local"
     yield "cluster.ranks", c.cluster.ranks >= 1, "an integer >= 1"
     yield "cluster.device", c.cluster.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"

@@ -52,7 +52,7 @@ def test_a_sweep_leaves_one_complete_folder_per_job(text_folder, tmp_path):
     done = run(
         "-m",
         "compressor=fsdp,tagc2",
-        "bandwidth=1gbps",
+        "bandwidth=100gbps",
         "trainer.max_steps=12",
         "trainer.eval_every=6",
         "logging.fidelity_every=5",
@@ -73,10 +73,13 @@ def test_a_sweep_leaves_one_complete_folder_per_job(text_folder, tmp_path):
         assert [row["step"] for row in rows if "fidelity_cosine" in row] == [1, 6, 11]
         parts = ("compute_ms", "exposed_comm_ms")
         assert all(abs(sum(row[part] for part in parts) - row["iteration_ms"]) < 0.01 for row in rows)
+        dilation = rows[-1]["time_dilation"]
+        assert [row["time_dilation"] for row in rows] == [None] * 4 + [dilation] * 8
+        assert (summary["time_dilation"], summary["timed_steps"]) == (dilation, 6) and dilation > 1
         assert summary["status"] == "done"
-        assert (summary["compressor"], summary["bandwidth"], summary["ranks"]) == (name, "1gbps", 2)
+        assert (summary["compressor"], summary["bandwidth"], summary["ranks"]) == (name, "100gbps", 2)
         assert name in done.stdout
-        assert "1gbps" in done.stdout
+        assert "100gbps" in done.stdout
     (_, dense), (rows, sparse) = load(folders["fsdp"]), load(folders["tagc2"])
     assert sparse["grad_wire_bytes_per_step"] < 0.7 * dense["grad_wire_bytes_per_step"]
     assert sparse["param_wire_bytes_per_step"] == dense["param_wire_bytes_per_step"]

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from experiments.gpu_check.rows import Part, load_kernels, load_option, run_part
 from tagc.comm import exchange
-from tagc.config import BandwidthConfig, CompressorConfig, Config, ModelConfig, TrainerConfig, validate
+from tagc.config import BandwidthConfig, CompressorConfig, Config, ModelConfig, NetworkConfig, TrainerConfig, validate
 from tagc.data import DataInfo
 from tagc.data.tokens import write_tokens
 from tagc.train.trainer import Trainer
@@ -44,6 +44,7 @@ def make_config(compressor: str, tiny: bool) -> Config:
         model=ModelConfig(**model, bias=False),
         compressor=CompressorConfig(**load_option("compressor", compressor)),
         bandwidth=BandwidthConfig("100gbps", 100_000),  # a capped link, whose rate is then set step by step
+        network=NetworkConfig(time_dilation=1),
         trainer=TrainerConfig(global_batch=RANKS * (1 if tiny else 6), learning_rate=6e-4),
     )
     config.cluster.ranks = RANKS

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tagc.codec.bitmap import or_bitmaps
 from tagc.compressors.base import Kind, Part
+from tagc.network.link import Link
 from tagc.network.pacing import PacedLink
 from tagc.network.stream_pacing import StreamPacer
 
@@ -36,11 +37,13 @@ class Exchange:
     ``sent_bytes`` counts by kind what this rank sent to other ranks since :meth:`take_sent_bytes`.
     """
 
-    def __init__(self, link: PacedLink, device: torch.device) -> None:
+    def __init__(self, link: Link, device: torch.device) -> None:
         self.link = link
         self.metered = True  # False: nothing is counted or paced, as during validation
         self.sent_bytes: Counter[Kind] = Counter()
-        self._stream_pacer = StreamPacer(link, device) if device.type == "cuda" and link.is_capped else None
+        paced_link = link if isinstance(link, PacedLink) else None
+        self._host_pacer = paced_link if device.type == "cpu" else None
+        self._stream_pacer = StreamPacer(paced_link, device) if paced_link and device.type == "cuda" else None
 
     def take_sent_bytes(self) -> dict[Kind, int]:
         """Bytes sent by kind since the last call, then start again."""
@@ -119,19 +122,19 @@ class Exchange:
             for tag, row in enumerate(zip(*outgoing.values(), strict=True))
             for w, piece in zip(peers, row, strict=True)
         ]
-        paced = paced and self.link.is_capped
+        link = self._host_pacer if paced and self._host_pacer and self._host_pacer.is_capped else None
         # All reservations first: a late wake-up from one wait must not delay the pieces behind it.
-        sent_at = [self.link.reserve("send", piece.numel()) for _, _, piece in pieces] if paced else []
-        arrived_at = self.link.reserve("receive", sum(p.numel() for w in peers for p in incoming[w])) if paced else 0.0
+        sent_at = [link.reserve("send", piece.numel()) for _, _, piece in pieces] if link else []
+        arrived_at = link.reserve("receive", sum(p.numel() for w in peers for p in incoming[w])) if link else 0.0
         for i, (w, tag, piece) in enumerate(pieces):
-            if paced:
-                self.link.wait_until(sent_at[i])
+            if link:
+                link.wait_until(sent_at[i])
             work.append(dist.isend(piece, group=group, group_dst=w, tag=tag))
         for request in work:
             assert request is not None  # only for ranks outside the group
             request.wait()
-        if paced:
-            self.link.wait_until(arrived_at)
+        if link:
+            link.wait_until(arrived_at)
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:

@@ -12,7 +12,11 @@ from torch.profiler import record_function
 
 
 class Stopwatch:
-    """Adds up milliseconds by name. On CUDA spans are event pairs on the current stream, read when taken."""
+    """Adds up milliseconds by name. On CUDA spans are event pairs on the current stream, read when taken.
+
+    On the CPU every span also adds the CPU time of its thread under ``<name>_cpu``: unlike wall time that does not grow
+    with what else runs on the machine, or in the other threads of this process.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -30,11 +34,12 @@ class Stopwatch:
                 end.record()
                 self._events.append((name, begin, end))
             else:
-                begin_s = time.perf_counter()
+                begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
                 try:
                     yield
                 finally:
                     self._total_ms[name] += (time.perf_counter() - begin_s) * 1e3
+                    self._total_ms[f"{name}_cpu"] += (time.thread_time() - begin_cpu_s) * 1e3
 
     def take(self) -> dict[str, float]:
         """Milliseconds by name since the last call, then start again. On CUDA this waits for the events."""

@@ -1,5 +1,7 @@
-"""Bandwidth caps on a rank's link."""
+"""A rank's link: what caps it, and what its interface counted."""
 
-from tagc.network.pacing import PacedLink, build_link
+from tagc.network.build import build_link, dilate
+from tagc.network.link import Counters, Link
+from tagc.network.pacing import PacedLink
 
-__all__ = ["PacedLink", "build_link"]
+__all__ = ["Counters", "Link", "PacedLink", "build_link", "dilate"]

@@ -12,20 +12,20 @@ import threading
 import time
 from collections.abc import Callable
 
-from tagc.config import BandwidthConfig, NetworkConfig
+from tagc.network.link import Link
 
 
-class PacedLink:
-    """One rank's link. rate: bytes per second in each direction, None for no cap. latency: seconds, one way."""
+class PacedLink(Link):
+    """A link whose user waits: :meth:`reserve` time for what is sent or received, :meth:`wait_until` it is over."""
 
     def __init__(
         self,
-        rate_bytes_per_s: float | None,
+        rate_bytes_per_s: float | None = None,
         latency_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.rate_bytes_per_s, self.latency_s = rate_bytes_per_s, latency_s
+        super().__init__(rate_bytes_per_s, latency_s)
         self._clock, self._sleep = clock, sleep
         self._free_at = {"send": 0.0, "receive": 0.0}
         self._lock = threading.Lock()
@@ -48,9 +48,3 @@ class PacedLink:
         remaining = deadline - self._clock()
         if remaining > 0:
             self._sleep(remaining)
-
-
-def build_link(bandwidth: BandwidthConfig, network: NetworkConfig) -> PacedLink:
-    """The link that the configuration describes, slowed down by ``network.time_dilation``."""
-    rate = None if bandwidth.rate_mbps is None else bandwidth.rate_mbps * 1e6 / 8 / network.time_dilation
-    return PacedLink(rate, network.latency_ms / 1e3 * network.time_dilation)

@@ -14,6 +14,7 @@ from tagc.config import Config
 from tagc.errors import UserError
 
 TIME_KEYS = ("compute_ms", "encode_ms", "exchange_ms", "decode_ms", "gather_ms", "exposed_comm_ms")
+CPU_TIME_KEYS = ("compute_cpu_ms", "encode_cpu_ms", "decode_cpu_ms")
 BYTE_KEYS = (
     "wire_bytes",
     "grad_wire_bytes",
@@ -31,6 +32,10 @@ def _is_number(value: Any) -> bool:
 
 def _numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
     return [row[key] for row in rows if _is_number(row.get(key))]
+
+
+def _is_timed(row: dict[str, Any]) -> bool:
+    return not {"fidelity_cosine", "profiled"} & row.keys() and row.get("time_dilation", 1.0) is not None
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -55,19 +60,18 @@ def _tokens_per_s(timed: Sequence[dict[str, Any]]) -> float | None:
 def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
     """The numbers of ``summary.json`` without ``status``.
 
-    Left out of every time, byte count and share: the first ``trainer.timing_warmup_steps`` rows, and rows with a
-    fidelity diagnostic (it runs without overlap) or under the profiler; ``timed_steps`` says how many rows are left.
-    Times are medians over those (``iteration_ms`` with the 20th and 80th percentile too), bytes and shares are means
-    over those that have the key. ``tokens_per_s`` is median tokens over median iteration time. ``train_loss`` is the
-    last row's, ``train_loss_last10`` the mean of the last ten, ``val_loss`` the last one measured. What no row holds is
-    ``None``.
+    Left out of every time, byte count and share: the first ``trainer.timing_warmup_steps`` rows, rows with a fidelity
+    diagnostic (it runs without overlap) or under the profiler, and rows before the link was capped
+    (``network.time_dilation=auto`` measures in them); ``timed_steps`` says how many rows are left. Times are medians
+    over those (``iteration_ms`` and ``scaled_iteration_ms``, measured time over dilation, with the 20th and 80th
+    percentile too), bytes and shares are means over those that have the key. ``time_dilation`` is the last row's.
+    ``tokens_per_s`` is median tokens over median iteration time. ``train_loss`` is the last row's,
+    ``train_loss_last10`` the mean of the last ten, ``val_loss`` the last one measured. What no row holds is ``None``.
 
     Example: three rows of 10, 20 and 30 ms after the warm-up give a median of 20, _p20 of 14 and _p80 of 26.
     """
-    warm = rows[config.trainer.timing_warmup_steps :]
-    timed = [row for row in warm if not {"fidelity_cosine", "profiled"} & row.keys()]
+    timed = [row for row in rows[config.trainer.timing_warmup_steps :] if _is_timed(row)]
     counted = timed or rows  # bytes and shares need no warm-up, so a very short run still has them
-    iteration_ms = _numbers(timed, "iteration_ms")
     val_losses = _numbers(rows, "val_loss")
     last_loss = rows[-1].get("train_loss") if rows else None
     summary: dict[str, Any] = {
@@ -75,17 +79,21 @@ def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
         "compressor": config.compressor.name,
         "bandwidth": config.bandwidth.name,
         "rate_mbps": config.bandwidth.rate_mbps,
-        "time_dilation": config.network.time_dilation,
+        "time_dilation": rows[-1].get("time_dilation") if rows else None,
+        "reference_gpu": config.network.reference_gpu if config.network.time_dilation == "auto" else None,
         "ranks": config.cluster.ranks,
         "model": config.model.name,
         "seed": config.seed,
         "steps": len(rows),
         "timed_steps": len(timed),
-        "iteration_ms_median": _percentile(iteration_ms, 50),
-        "iteration_ms_p20": _percentile(iteration_ms, 20),
-        "iteration_ms_p80": _percentile(iteration_ms, 80),
     }
-    summary |= {f"{key}_median": _percentile(_numbers(timed, key), 50) for key in TIME_KEYS}
+    for key in ("iteration_ms", "scaled_iteration_ms"):
+        values = _numbers(timed, key)
+        summary |= {
+            f"{key}_{name}": _percentile(values, percent)
+            for name, percent in (("median", 50), ("p20", 20), ("p80", 80))
+        }
+    summary |= {f"{key}_median": _percentile(_numbers(timed, key), 50) for key in TIME_KEYS + CPU_TIME_KEYS}
     summary["tokens_per_s"] = _tokens_per_s(timed)
     summary |= {f"{key}_per_step": _mean(_numbers(counted, key)) for key in BYTE_KEYS}
     summary |= {

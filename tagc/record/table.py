@@ -43,11 +43,19 @@ def _median(summary: Summary) -> str:
     return _milliseconds(summary.get("iteration_ms_median"))
 
 
-def _spread(summary: Summary) -> str:
+def _spread(summary: Summary, key: str = "iteration_ms") -> str:
     """20th and 80th percentile of the iteration time, in ms."""
-    if summary.get("iteration_ms_p20") is None:
+    if summary.get(f"{key}_p20") is None:
         return MISSING
-    return f"{_milliseconds(summary['iteration_ms_p20'])}-{_milliseconds(summary.get('iteration_ms_p80'))}"
+    return f"{_milliseconds(summary[f'{key}_p20'])}-{_milliseconds(summary.get(f'{key}_p80'))}"
+
+
+def _scaled(summary: Summary) -> str:
+    """Iteration time over time dilation; only where there is one."""
+    if summary.get("time_dilation") in (None, 1):
+        return MISSING
+    key = "scaled_iteration_ms"
+    return f"{_milliseconds(summary.get(f'{key}_median'))} ({_spread(summary, key)})"
 
 
 def _megabytes(kind: str) -> Callable[[Summary], str]:
@@ -66,7 +74,7 @@ def _link(summary: Summary) -> str:
     name = str(summary.get("bandwidth", MISSING))
     if rate_mbps is None:
         return name
-    return f"{name}: {rate_mbps / dilation:g} Mbit/s" + (f" (time dilation {dilation:g})" if dilation != 1 else "")
+    return f"{name}: {rate_mbps / dilation:.4g} Mbit/s" + (f" (time dilation {dilation:.4g})" if dilation != 1 else "")
 
 
 def _phases(summary: Summary) -> str:
@@ -91,6 +99,7 @@ ONE_RUN: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("bandwidth", _link),
     ("steps (timed)", lambda s: f"{s.get('steps', MISSING)} ({s.get('timed_steps', MISSING)})"),
     ("iteration ms, median (p20-p80)", lambda s: f"{_median(s)} ({_spread(s)})"),
+    ("  over time dilation", _scaled),
     ("of which ms, medians", _phases),
     ("busy ms, may overlap", _busy),
     ("tokens per second", lambda s: _format(s.get("tokens_per_s"), lambda rate: f"{rate:,.0f}")),

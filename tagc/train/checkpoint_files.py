@@ -54,6 +54,7 @@ class CheckpointInfo:
     config: dict[str, Any]
     parameters: dict[str, list[int]]  # name -> full shape
     data: dict[str, Any]  # the loader's state
+    time_dilation: float | None = None  # what `auto` has measured
     files: dict[str, list[int]] = field(default_factory=dict)  # name -> bytes, CRC-32
     format: int = FORMAT
 

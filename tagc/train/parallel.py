@@ -46,7 +46,7 @@ def shard_model(model: GPT, config: TrainerConfig, mesh: DeviceMesh) -> Units:
             fully_shard(modules, reshard_after_forward=reshard, **options)
     # The root goes last (FSDP2 wants children first), and stays gathered: its module ends forward and starts backward.
     fully_shard(model, reshard_after_forward=False, **options)
-    units = [(name, modules[0]) for name, modules in members.items()]
+    units = list_units(model)
     _tune_communication(units, mesh.device_type)
     return units
 
@@ -67,6 +67,11 @@ def unit_parameter_names(model: GPT, units: Units) -> dict[str, list[tuple[str, 
         taken.update(parameters)
         result[unit] = [(names[parameter], parameter.shape) for parameter in parameters]
     return {unit: result[unit] for unit, _ in units}
+
+
+def list_units(model: GPT) -> Units:
+    """(unit name, its first module) in forward order; before ``shard_model`` these are no FSDP modules yet."""
+    return [(name, modules[0]) for name, modules in _unit_members(model).items()]
 
 
 def _unit_members(model: GPT) -> dict[str, list[Any]]:

@@ -23,9 +23,10 @@ from tagc.comm.stopwatch import Stopwatch
 from tagc.config import Config
 from tagc.data import DataInfo, TrainLoader, open_tokens, validation_batch
 from tagc.errors import UserError
-from tagc.model.gpt import GPT, parameter_count
+from tagc.model.gpt import GPT, flops_per_token, parameter_count
 from tagc.model.init import materialize
 from tagc.network import build_link
+from tagc.network.calibration import LinkScale, oversubscription
 from tagc.record import NullRecorder
 from tagc.train.checkpoint import Checkpoints
 from tagc.train.optimizer import build_optimizer, clip_gradients, learning_rate_at
@@ -50,6 +51,8 @@ class Trainer:
         self.step = 0  # finished optimizer steps
         self.stop_requested: Callable[[], bool] = lambda: False  # asked once per step; one rank's yes stops all
         self.is_stopping = False
+        flops = flops_per_token(self.model) * config.trainer.global_batch * config.model.context / self.ranks
+        self.link_scale = LinkScale(config, self.exchange.link, flops, device.type, self._largest_over_ranks)
 
     def _build_model(self, vocab_size: int, kernels: ModuleType) -> None:
         with torch.device("meta"):
@@ -102,7 +105,7 @@ class Trainer:
             config.compressor.name,
             kernels_name,
             config.bandwidth.name,
-            f" / {config.network.time_dilation:g}" if config.network.time_dilation != 1 else "",
+            self.link_scale.describe(),
         )
         logger.info("%s", self._data_description)
         if self.ranks == 1:
@@ -114,6 +117,15 @@ class Trainer:
         logger.info("residuals take %.2f MB on each rank", residual_bytes / 1e6)
         for line in self.sync.explain_dense():
             logger.warning("%s", line)
+
+    @property
+    def time_dilation(self) -> float | None:
+        """What slows the link down; None until ``auto`` has measured it. A restarted run sets what it used before."""
+        return self.link_scale.dilation
+
+    @time_dilation.setter
+    def time_dilation(self, dilation: float) -> None:
+        self.link_scale.set_dilation(dilation)
 
     def load_data_state(self, state: dict[str, Any]) -> None:
         """Go on after the batch that came with ``state``. Errors: ``UserError`` if it belongs to other data."""
@@ -141,7 +153,7 @@ class Trainer:
     def train_step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns its row of metrics. Times are wall times of this rank, in milliseconds."""
         self._synchronize()
-        begin_s = time.perf_counter()
+        begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
         self.stopwatch.take()
         self.exchange.take_sent_bytes()
         self.sync.begin_step(step)
@@ -160,16 +172,17 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._synchronize()
-        elapsed_ms = (time.perf_counter() - begin_s) * 1e3
-        return {
+        elapsed_ms, elapsed_cpu_ms = (time.perf_counter() - begin_s) * 1e3, (time.thread_time() - begin_cpu_s) * 1e3
+        row = {
             "train_loss": report.loss,
             "learning_rate": rate,
             "grad_norm": grad_norm,
             "tokens": self.config.trainer.global_batch * self.config.model.context,
-            **self._split_time(elapsed_ms),
+            **self._split_time(elapsed_ms, elapsed_cpu_ms),
             **self._count_bytes(),
             **report.metrics,
         }
+        return row | self.link_scale.close_step(row)
 
     def _accumulate_gradients(self) -> Tensor:
         """Forward and backward over this rank's micro-batches; only the last one reduces. Returns the mean loss."""
@@ -207,10 +220,12 @@ class Trainer:
         self.exchange.metered = True
         return (total[0] / total[1]).item()
 
-    def _split_time(self, elapsed_ms: float) -> dict[str, float]:
+    def _split_time(self, elapsed_ms: float, elapsed_cpu_ms: float) -> dict[str, float]:
         """Where the step's time went. Busy times may overlap; ``exposed_comm_ms`` is what computation waited for.
 
-        On the CPU, iteration = compute + exposed communication. On CUDA host time says nothing about either.
+        On the CPU, iteration = compute + exposed communication. On CUDA host time says nothing about either. The
+        ``_cpu_ms`` are CPU time: what a step would take with a core to itself. Where ranks share cores all the time,
+        ``compute_cpu_ms`` counts that in.
         """
         spans = self.stopwatch.take()
         diagnostic_ms = spans.get("diagnostic", 0.0)
@@ -224,6 +239,9 @@ class Trainer:
         if self.device.type == "cpu":
             row["exposed_comm_ms"] = spans.get("exposed", 0.0) - diagnostic_ms
             row["compute_ms"] = row["iteration_ms"] - row["exposed_comm_ms"]
+            share = oversubscription(torch.get_num_threads())
+            row["compute_cpu_ms"] = (elapsed_cpu_ms - spans.get("exposed_cpu", 0.0)) * share
+            row |= {f"{name}_cpu_ms": spans.get(f"{name}_cpu", 0.0) * share for name in ("encode", "decode")}
         return row
 
     def _count_bytes(self) -> dict[str, int]:
@@ -232,6 +250,10 @@ class Trainer:
         row["grad_wire_bytes"] = row["value_wire_bytes"] + row["index_wire_bytes"] + row["return_wire_bytes"]
         row["wire_bytes"] = row["grad_wire_bytes"] + row["param_wire_bytes"]
         return row
+
+    def _largest_over_ranks(self, number: float) -> float:
+        own = torch.tensor([number], dtype=torch.float64, device=self.device)
+        return self.exchange.gather_numbers(own, dist.group.WORLD).max().item()
 
     def _nonfinite_parameters(self) -> list[str]:
         """Parameters whose gradient on this rank is not finite; if only the norm overflowed, the largest gradient's."""

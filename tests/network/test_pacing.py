@@ -46,6 +46,13 @@ def test_no_cap_is_no_delay():
     assert clock.now_s == 100.0
 
 
+def test_the_rate_can_change_while_ranks_run():
+    link, _ = make_link(1000.0)
+    assert link.reserve("send", 1000) == 101.0
+    link.set_rate(100.0, latency_s=0.5)
+    assert link.reserve("send", 1000) == 111.5  # behind what was queued at the old rate
+
+
 def test_concurrent_exchanges_share_the_link():
     """Two threads with 5 kB each on a 100 kB/s link: together they need 0.1 s, however they interleave."""
     link = PacedLink(100_000.0)

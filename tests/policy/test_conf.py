@@ -59,7 +59,7 @@ def test_the_main_job_is_what_the_first_command_promises() -> None:
     config = compose_config(["experiment=main"])
     assert (config.compressor.name, config.cluster.ranks, config.model.name) == ("tagc2", 2, "nano")
     assert (config.data.name, config.trainer.max_steps) == ("pystdlib", 100)
-    assert config.bandwidth.rate_mbps == 10_000 and config.network.time_dilation == 50
+    assert config.bandwidth.rate_mbps == 25_000 and config.network.time_dilation == "auto"
     assert compose_config(["experiment=main", "compressor=fsdp", "trainer.max_steps=5"]).trainer.max_steps == 5
 
 

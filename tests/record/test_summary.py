@@ -21,6 +21,16 @@ def test_times_are_medians_after_the_warm_up(config, make_row) -> None:
     assert summary["tokens_per_s"] == pytest.approx(60 / 0.020)
 
 
+def test_steps_before_the_link_was_capped_are_not_timed(config, make_row) -> None:
+    config.trainer.timing_warmup_steps = 0
+    rows = [make_row(i, iteration_ms=1.0, time_dilation=None, scaled_iteration_ms=None) for i in (1, 2)]
+    rows += [make_row(i, iteration_ms=80.0, time_dilation=40.0, scaled_iteration_ms=2.0) for i in (3, 4)]
+    summary = summarise(rows, config)
+    assert (summary["timed_steps"], summary["time_dilation"]) == (2, 40.0)
+    assert (summary["iteration_ms_median"], summary["scaled_iteration_ms_median"]) == (80, 2)
+    assert summarise(rows[:2], config)["time_dilation"] is None
+
+
 @pytest.mark.parametrize("mark", [{"fidelity_cosine": 0.9}, {"profiled": True}])
 def test_steps_that_ran_otherwise_are_not_timed(config, make_row, mark) -> None:
     rows = [make_row(i, iteration_ms=10.0) for i in range(1, 6)] + [make_row(6, iteration_ms=99.0) | mark]
@@ -64,7 +74,7 @@ def test_a_diverged_loss_is_not_averaged_away(config, make_row, bad) -> None:
 
 def test_missing_keys_are_none(config) -> None:
     settings = {"experiment", "compressor", "bandwidth", "rate_mbps", "time_dilation", "ranks", "model", "seed"}
-    settings |= {"steps", "timed_steps"}
+    settings |= {"steps", "timed_steps", "reference_gpu"}
     summary = summarise([{"step": i} for i in range(1, 6)], config)
     measured = {key: value for key, value in summary.items() if key not in settings}
     assert len(measured) > 15
