@@ -153,7 +153,8 @@ def run(main: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except RunInterrupted as stop:
-        return _say(f"interrupted by {stop.signal.name}; the ranks have ended", 128 + stop.signal)
+        hint = "; the same command continues from the newest checkpoint" if stop.can_continue else ""
+        return _say(f"interrupted by {stop.signal.name}; the ranks have ended{hint}", int(stop.code or 0))
     except _JobFailed as failed:
         error = failed.error
     except Exception as other:

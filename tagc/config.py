@@ -20,6 +20,7 @@ COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2", "packed", "int8",
 THRESHOLDS = ("sampled", "exact", "lognormal")
 KERNELS = ("auto", "reference", "cpu", "triton")
 NETWORKS = ("paced", "namespaces", "auto", "real")
+RESUME = ("auto", "must", "never")
 DTYPES = ("float32", "bfloat16")
 REFERENCE_GPUS = ("rtx3080", "a100", "h100")
 
@@ -101,7 +102,9 @@ class ClusterConfig:
     ranks: int = 2  # FSDP ranks, >= 1
     device: str = "auto"  # auto | cpu | cuda
     threads_per_rank: int | None = None  # CPU threads of torch in each rank; None: cores / ranks, at least 1
-    timeout_s: float = 300.0  # a collective that takes longer than this fails the run, in [1, 10^6]
+    timeout_s: float = 300.0  # a collective that takes longer than this fails the attempt, in [1, 10^6]
+    max_restarts: int = 3  # failed ranks are all started again this often, from the newest checkpoint, >= 0
+    grace_s: float = 25.0  # after SIGTERM or SIGUSR1 the ranks have this long to save and end, in [0.1, 10^6]
 
 
 @dataclass
@@ -123,6 +126,9 @@ class TrainerConfig:
     activation_checkpointing: bool = False  # recompute each block's activations in backward
     overlap: bool = True  # on the CPU, exchange gradients in a thread while backward goes on (CUDA always overlaps)
     compile: bool = False  # torch.compile every block
+    checkpoint_every: int = 500  # save every so many steps, and at the end of a longer run; 0: on signals only
+    keep_checkpoints: int = 2  # complete checkpoints kept, the newest, >= 1
+    resume: str = "auto"  # auto: continue the folder's newest checkpoint, if its run is not finished | must | never
     eval_every: int = 50  # validate every so many steps (always at the end), >= 1
     timing_warmup_steps: int = 5  # first steps left out of iteration-time statistics, >= 0
     profile: bool = False  # trace three steps after those on every rank, profile/rank<r>.json.gz in the run folder
@@ -204,6 +210,8 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     threads = c.cluster.threads_per_rank
     yield "cluster.threads_per_rank", threads is None or 1 <= threads <= 1024, "an integer in [1, 1024], or null"
     yield "cluster.timeout_s", 1 <= c.cluster.timeout_s <= 1e6, "seconds in [1, 10^6]"
+    yield "cluster.max_restarts", c.cluster.max_restarts >= 0, "an integer >= 0"
+    yield "cluster.grace_s", 0.1 <= c.cluster.grace_s <= 1e6, "seconds in [0.1, 10^6]"
     t, g = c.trainer, c.logging
     yield "trainer.max_steps", t.max_steps >= 1, "an integer >= 1"
     yield "trainer.global_batch", t.global_batch >= 1, "an integer >= 1"
@@ -216,6 +224,9 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "trainer.beta2", 0 <= t.beta2 < 1, "a factor in [0, 1)"
     yield "trainer.grad_clip", t.grad_clip >= 0, "a norm > 0, or 0 for no clipping"
     yield "trainer.param_dtype", t.param_dtype in DTYPES, "one of " + ", ".join(DTYPES)
+    yield "trainer.checkpoint_every", t.checkpoint_every >= 0, "an integer >= 0 (0: only when a signal ends the run)"
+    yield "trainer.keep_checkpoints", t.keep_checkpoints >= 1, "an integer >= 1"
+    yield "trainer.resume", t.resume in RESUME, "one of " + ", ".join(RESUME)
     yield "trainer.eval_every", t.eval_every >= 1, "an integer >= 1"
     yield "trainer.timing_warmup_steps", t.timing_warmup_steps >= 0, "an integer >= 0"
     yield "logging.wandb", g.wandb in ("auto", "online", "offline", "disabled"), "auto, online, offline or disabled"

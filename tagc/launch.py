@@ -30,6 +30,8 @@ from tagc.device import resolve_device
 from tagc.errors import UserError
 from tagc.network import open_network
 from tagc.rank_errors import RankFailure, find_root_cause, record_exception
+from tagc.restarts import begin_attempt, find_user_error, last_attempt
+from tagc.stop_request import SIGNALS, STOP_FILE_VARIABLE, forward_to_ranks, stop_file
 
 Worker = Callable[[Config, Any, str], None]  # (config, data, run folder), runs in every rank
 
@@ -41,12 +43,23 @@ class FolderInUse(UserError):
     """The run folder belongs to a run that is still going on."""
 
 
-class RunInterrupted(SystemExit):
-    """The launcher got a signal and has ended its ranks. ``code`` is 128 + the signal, as shells count."""
+REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command continues
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(128 + signum)
+
+class RunInterrupted(SystemExit):
+    """The launcher got a signal and its ranks have ended.
+
+    ``code`` is 75 if they left a checkpoint that the same command continues, else 128 + the signal, as shells count.
+    """
+
+    def __init__(self, signum: int, run_dir: Path | None = None) -> None:
         self.signal = signal.Signals(signum)
+        self.can_continue = False
+        if run_dir is not None and self.signal != signal.SIGINT:
+            from tagc.train.checkpoint_files import list_checkpoints
+
+            self.can_continue = bool(list_checkpoints(run_dir))
+        super().__init__(REQUEUE_EXIT_CODE if self.can_continue else 128 + signum)
 
 
 def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[str, Any]:
@@ -55,14 +68,16 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
     ``worker`` is a module-level function, :func:`tagc.train.worker.run_worker` by default. Must be called from the
     main thread, because it handles signals. A run that fails leaves a ``summary.json`` with its status and error.
 
+    Ranks that fail are started again, ``cluster.max_restarts`` times, and continue the newest checkpoint.
+
     Errors: ``UserError`` for bad input, also when a rank raised it; :class:`RankFailure` when a rank failed
-    otherwise; :class:`RunInterrupted` on SIGINT, SIGTERM and SIGHUP. No rank outlives this call.
+    otherwise; :class:`RunInterrupted` on SIGINT, SIGHUP, SIGTERM and SIGUSR1. No rank outlives this call.
     """
     run_dir = run_dir.absolute()
     with _claim_folder(run_dir), _raise_on_signals():
-        from tagc.record.recorder import set_aside_earlier_record
+        from tagc.train.resume import prepare_start
 
-        set_aside_earlier_record(run_dir)  # whole, and before anything of this run can be mistaken for it
+        prepare_start(run_dir, config)
         summary_path = run_dir / "summary.json"
         try:
             device = resolve_device(config.cluster.device, config.cluster.ranks)
@@ -70,17 +85,20 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
             from tagc.record import load_summary
 
             data = prepare(config.data)
-            with open_network(config, device) as (config, environment):
-                _run_ranks(config, data, run_dir, worker, environment)
+            with open_network(config, device) as (config, network):
+                stopped_by = _run_ranks(config, data, run_dir, worker, network)
             if not summary_path.exists():
                 raise RankFailure(f"all ranks ended without an error, but rank 0 wrote no {summary_path}")
-            return load_summary(run_dir)
+            summary = load_summary(run_dir)
+            if summary["status"] == "interrupted":
+                raise RunInterrupted(stopped_by or signal.SIGTERM)
+            return summary
         except KeyboardInterrupt:
             write_failed_summary(run_dir, "interrupted", "SIGINT", config)
             raise RunInterrupted(signal.SIGINT) from None
         except RunInterrupted as stop:
             write_failed_summary(run_dir, "interrupted", stop.signal.name, config)
-            raise
+            raise RunInterrupted(stop.signal, run_dir) from None
         except Exception as error:
             write_failed_summary(run_dir, "failed", str(error), config)
             raise
@@ -126,15 +144,15 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise RunInterrupted(signum)
 
 
-def _signals_to_handle() -> list[signal.Signals]:
-    """SIGTERM and SIGHUP, less those that the caller asked to be ignored (``nohup``)."""
-    return [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+def _signals_to_handle(*signals: signal.Signals) -> list[signal.Signals]:
+    """Those that the caller did not ask to be ignored (``nohup``)."""
+    return [s for s in signals if signal.getsignal(s) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def _raise_on_signals() -> Iterator[None]:
     """Turn signals into exceptions, and restore the handlers afterwards (elastic leaves its own behind)."""
-    saved = {number: signal.getsignal(number) for number in _signals_to_handle()}
+    saved = {number: signal.getsignal(number) for number in _signals_to_handle(*SIGNALS, signal.SIGHUP)}
     for number in saved:
         signal.signal(number, _interrupt)
     try:
@@ -168,10 +186,11 @@ def _threads_per_rank(config: Config) -> int:
 
 
 @contextlib.contextmanager
-def _rank_environment(config: Config, network: dict[str, str]) -> Iterator[None]:
+def _rank_environment(config: Config, report_dir: str, network: dict[str, str]) -> Iterator[None]:
     """Set what the ranks inherit, ``network`` included, and put the launcher's environment back afterwards."""
     saved = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = str(_threads_per_rank(config))
+    os.environ[STOP_FILE_VARIABLE] = stop_file(report_dir)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:  # gloo would look up the host's name, and warn where that has no address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -183,8 +202,8 @@ def _rank_environment(config: Config, network: dict[str, str]) -> Iterator[None]
         os.environ.update(saved)
 
 
-def _run_ranks(config: Config, data: Any, run_dir: Path, worker: Worker | None, network: dict[str, str]) -> None:
-    """Start the ranks and wait until all have ended."""
+def _run_ranks(config: Config, data: Any, run_dir: Path, worker: Worker | None, network: dict[str, str]) -> int | None:
+    """Start the ranks and wait until all have ended; returns the signal that made them stop, if one did."""
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())
@@ -193,7 +212,7 @@ def _run_ranks(config: Config, data: Any, run_dir: Path, worker: Worker | None, 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="tagc_") as report_dir, _rank_environment(config, network):
+    with tempfile.TemporaryDirectory(prefix="tagc_") as report_dir, _rank_environment(config, report_dir, network):
         agent = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -203,20 +222,25 @@ def _run_ranks(config: Config, data: Any, run_dir: Path, worker: Worker | None, 
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",  # a free port, so that runs at the same time never meet
             local_addr="localhost",
-            max_restarts=0,
+            max_restarts=config.cluster.max_restarts,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=report_dir),
-            signals_to_handle=",".join(number.name for number in _signals_to_handle()),
+            signals_to_handle=",".join(number.name for number in _signals_to_handle(signal.SIGHUP)),
             shutdown_timeout=_SHUTDOWN_S,
         )
         try:
-            with _keep_sigint_from_ranks():
+            with _keep_sigint_from_ranks(), forward_to_ranks(report_dir, config.cluster.grace_s, _interrupt) as stop:
                 elastic_launch(agent, _run_rank)(worker, config, data, str(run_dir), report_dir)
-        except SignalException as stop:
-            raise RunInterrupted(stop.sigval) from None
+        except SignalException as hangup:
+            raise RunInterrupted(hangup.sigval) from None
         except ChildFailedError as failed:
+            if stop.received:
+                raise RunInterrupted(stop.received) from None
             rank, failure = failed.get_first_failure()
-            raise find_root_cause(report_dir, rank, failure.exitcode, config.cluster.ranks) from None
+            raise find_root_cause(last_attempt(report_dir), rank, failure.exitcode, config.cluster.ranks) from None
+        if error := find_user_error(report_dir):
+            raise error
+        return stop.received
 
 
 def _die_with_launcher() -> None:
@@ -233,8 +257,11 @@ def _die_with_launcher() -> None:
 
 
 def _run_rank(worker: Worker | None, config: Config, data: Any, run_dir: str, report_dir: str) -> None:
-    """Entry of every rank process; torch elastic has set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*."""
+    """Entry of every rank process; torch elastic has set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_* and the attempt."""
     _die_with_launcher()
+    attempt = begin_attempt(report_dir, config)
+    if attempt.is_pointless:
+        return
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # MKL caps what the variable asks for
@@ -243,9 +270,9 @@ def _run_rank(worker: Worker | None, config: Config, data: Any, run_dir: str, re
             from tagc.train.worker import run_worker
 
             worker = run_worker
-        worker(config, data, run_dir)
+        worker(attempt.config, data, run_dir)
     except Exception as error:
-        record_exception(report_dir, int(os.environ["RANK"]), error)
+        record_exception(attempt.report_dir, int(os.environ["RANK"]), error)
         # Tearing down a process group whose peers are gone can abort or hang; the failure is on record, so skip it.
         sys.stdout.flush()
         sys.stderr.flush()

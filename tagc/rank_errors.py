@@ -47,12 +47,19 @@ def _is_lost_peer(error: BaseException) -> bool:
     )
 
 
+def _is_accelerator_full(error: BaseException) -> bool:
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
+
+
 def record_exception(report_dir: str, rank: int, error: Exception) -> None:
     """Write ``error`` to ``report_dir/rank_<rank>.json``; called in the rank, from the handler of its exception."""
     lost_peer = _is_lost_peer(error)
     below_entry = error.__traceback__.tb_next if error.__traceback__ else None  # the first frame is the launcher's own
     record = {
         "time_s": time.time(),
+        "out_of_memory": _is_accelerator_full(error),
         "kind": "user" if isinstance(error, UserError) else "lost_peer" if lost_peer else "error",
         "message": str(error),
         "title": "".join(traceback.format_exception_only(error)).strip().splitlines()[0],
@@ -108,3 +115,24 @@ def find_root_cause(report_dir: str, rank: int, exit_code: int, ranks: int) -> R
     if record["kind"] == "lost_peer" and silent:
         hint = f"rank {', '.join(map(str, silent))} did not answer, so look there first; {hint or ''}".rstrip("; ")
     return RankFailure(_with_hint(f"rank {first} failed: {record['title']}\n\n{record['traceback']}\n", hint))
+
+
+def find_user_message(report_dir: str) -> str | None:
+    """The first bad input that a rank found, if one did."""
+    return next((r["message"] for r in _read_records(report_dir).values() if r["kind"] == "user"), None)
+
+
+def is_out_of_memory(report_dir: str) -> bool:
+    """Whether a rank ran out of an accelerator's memory."""
+    return any(record["out_of_memory"] for record in _read_records(report_dir).values())
+
+
+def describe_failure(report_dir: str, ranks: int) -> str:
+    """What ended an attempt, in one line, as far as its ranks could tell."""
+    records = _read_records(report_dir)
+    first = next((r for r, record in records.items() if record["kind"] != "lost_peer"), None)
+    silent = [rank for rank in range(ranks) if rank not in records]
+    if first is None and silent:
+        return f"rank {', '.join(map(str, silent))} was killed, crashed or hung"
+    first = first if first is not None else next(iter(records))
+    return f"rank {first} failed: {records[first]['title']}"

@@ -118,7 +118,7 @@ def test_any_number_of_ranks_trains_on_the_same_batches(text_folder, tmp_path):
     ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else None,
 )
 def test_bad_input_is_one_message(text_folder, tmp_path, arguments, parts):
-    done = run(*TINY, f"data.path={text_folder}", *arguments, f"hydra.run.dir={tmp_path}/run")
+    done = run(*TINY, f"data.path={text_folder}", *arguments, f"hydra.run.dir={tmp_path}/run", "cluster.max_restarts=0")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr + done.stdout
     message = done.stderr.strip().splitlines()[-1]

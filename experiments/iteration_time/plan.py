@@ -136,6 +136,7 @@ def compose_config(cell: Cell, arm: str) -> Config:
         f"network={cell.network}",
         *([f"network.reference_gpu={gpu}"] if (gpu := parse_link(cell.link).gpu) else []),
         "bandwidth=unlimited",
+        "cluster.max_restarts=0",  # there is nothing to continue: the command itself starts the cell again
         f"cluster.ranks={cell.ranks}",
         f"trainer.param_dtype={cell.param_dtype}",
         f"trainer.reshard_after_forward={str(cell.reshard).lower()}",

@@ -40,6 +40,7 @@ class StepReport:
     """What :meth:`GradientSync.finish_step` learned, the same on every rank."""
 
     loss: float
+    stop: bool = False  # a rank was asked to stop
     metrics: dict[str, float | int | None] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
@@ -172,8 +173,8 @@ class GradientSync:
         with self.stopwatch.span("diagnostic"):
             return self.exchange.reduce_scatter([Part(gradient_WS, "sum", "value")], group, diagnostic=True)[0]
 
-    def finish_step(self, loss: Tensor) -> StepReport:
-        """Close the step on all ranks, before clipping. loss: this rank's mean loss, 0-dim.
+    def finish_step(self, loss: Tensor, stop: bool = False) -> StepReport:
+        """Close the step on all ranks, before clipping. loss: this rank's mean loss, 0-dim. stop: it was asked to stop.
 
         Errors: ``UserError`` on every rank, before anything is updated, if a gradient is NaN or Inf.
         """
@@ -182,11 +183,12 @@ class GradientSync:
             for work in self._pending:
                 work.result()
             self._pending.clear()
-        numbers = self._gather_numbers(slots, loss)
+        numbers = self._gather_numbers(slots, loss, stop)
         self._check_finite(numbers["column_sums"])
         stats_RSF = numbers["stats"].view(self._ranks, len(slots), len(_STATS))
         self._send_returns(slots, stats_RSF[..., _STATS.index("unresolved")])
-        report = StepReport(numbers["loss"].mean().item(), _summarise_slots(slots, stats_RSF, self._step))
+        stop = bool(numbers["stop"].any())
+        report = StepReport(numbers["loss"].mean().item(), stop, _summarise_slots(slots, stats_RSF, self._step))
         if self._fidelity is not None:
             dot, decoded, dense, error = numbers["fidelity"].sum(0).tolist()
             report.metrics["fidelity_cosine"] = dot / math.sqrt(decoded * dense) if decoded and dense else None
@@ -198,13 +200,14 @@ class GradientSync:
                 report.messages.append(message)
         return report
 
-    def _gather_numbers(self, slots: Sequence[Slot], loss: Tensor) -> dict[str, Tensor]:
+    def _gather_numbers(self, slots: Sequence[Slot], loss: Tensor, stop: bool) -> dict[str, Tensor]:
         """Every rank's numbers of this step: float64 [W, ...] by name, on the host (waits for the device)."""
         missing = torch.full((), math.nan, dtype=torch.float64, device=self._device)
         stats = [getattr(slot.compressor.stats, name) for slot in slots for name in _STATS]
         sums = [bucket.column_sums for bucket in self.buckets if bucket.column_sums is not None]
         parts = {
             "loss": loss.detach().view(1),
+            "stop": missing.new_full((1,), float(stop)),
             "stats": torch.stack([missing, *(missing if value is None else value for value in stats)])[1:],
             "fidelity": missing.new_zeros(4) if self._fidelity is None else self._fidelity,
             "column_sums": torch.cat([missing.new_zeros(0), *sums]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch
@@ -21,6 +22,8 @@ def start_process_group(config: Config, device: torch.device) -> None:
     timeout = timedelta(seconds=config.cluster.timeout_s)
     store, rank, ranks = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
+    # Elastic keeps one store for all attempts: without a prefix a restarted rank finds the addresses of dead ones.
+    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     enter_network(config.network, rank)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

@@ -78,6 +78,8 @@ class Compressor(ABC):
 
     #: whether the layer policy decides which parameters come here (a dense method takes the whole bucket)
     follows_layer_policy = True
+    #: attributes that hold what later steps depend on: tensors, which a checkpoint keeps for every rank
+    state_tensors: tuple[str, ...] = ()
 
     def __init__(self, config: CompressorConfig, spec: BucketSpec, kernels: ModuleType) -> None:
         self.config, self.spec, self.kernels = config, spec, kernels
@@ -125,6 +127,22 @@ class Compressor(ABC):
     def residuals(self) -> dict[str, Tensor]:
         """Residual by parameter name: float32 [W, padded shard elements], a copy. Empty if none."""
         return {}
+
+    def load_residuals(self, residuals: dict[str, Tensor]) -> None:
+        """Take over residuals as :meth:`residuals` gives them, for a run that goes on with other ranks."""
+        if residuals:
+            raise NotImplementedError(f"{type(self).__name__} keeps residuals and must take them over")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that later steps depend on, by name; a tensor that does not exist yet is left out. Nothing is copied."""
+        found = {name: getattr(self, name) for name in self.state_tensors}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from what :meth:`state_dict` gave at the same rank, ranks and configuration."""
+        for name in self.state_tensors:
+            value = state.get(name)
+            setattr(self, name, None if value is None else value.to(self.spec.device))
 
     @property
     def residual_bytes(self) -> int:

@@ -29,6 +29,8 @@ class Packed(ResidualCompressor):
     residual grows. Therefore the threshold rises as long as the room is full, and comes down again afterwards.
     """
 
+    state_tensors = ("residual_WN", "_raise_W1")
+
     def __init__(self, config: CompressorConfig, spec: BucketSpec, kernels: ModuleType) -> None:
         self.capacity = plan_capacity(spec.numel, 1 - config.sparsity, config.capacity_slack)
         super().__init__(config, spec, kernels)

@@ -21,6 +21,8 @@ class ResidualCompressor(Compressor):
     decision, once and for all, to send a bucket dense because that is smaller.
     """
 
+    state_tensors: tuple[str, ...] = ("residual_WN",)
+
     def __init__(self, config: CompressorConfig, spec: BucketSpec, kernels: ModuleType) -> None:
         super().__init__(config, spec, kernels)
         self.wire_dtype = getattr(torch, config.value_dtype)
@@ -92,6 +94,9 @@ class ResidualCompressor(Compressor):
     def residuals(self) -> dict[str, Tensor]:
         # to(copy=True): a view would change under the caller at the next step
         return self.spec.split_parameters(self.residual_WN.to(torch.float32, copy=True))
+
+    def load_residuals(self, residuals: dict[str, Tensor]) -> None:
+        self.residual_WN.copy_(torch.cat([residuals[name] for name, _ in self.spec.parameters], dim=1))
 
     @property
     def residual_bytes(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import astuple
 from types import ModuleType
 
 import torch
@@ -33,6 +34,8 @@ HASH_SEEDS = 8  # hash tables used in turn, so that no pair of rows collides at 
 
 class Sketch(Compressor):
     """One bucket's residual, hash tables and decision between sketch and dense."""
+
+    state_tensors = ("carry_WN", "owed_WB")
 
     def __init__(self, config: CompressorConfig, spec: BucketSpec, kernels: ModuleType) -> None:
         super().__init__(config, spec, kernels)
@@ -214,6 +217,20 @@ class Sketch(Compressor):
     def residuals(self) -> dict[str, Tensor]:
         residual_WN = torch.where(unpack_bits(self.owed_WB, self.spec.numel), self.carry_WN, 0.0)
         return self.spec.split_parameters(residual_WN.float())
+
+    def load_residuals(self, residuals: dict[str, Tensor]) -> None:
+        self.carry_WN.copy_(torch.cat([residuals[name] for name, _ in self.spec.parameters], dim=1))
+        self.owed_WB.fill_(255)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        until = torch.tensor(self._dense_until, dtype=torch.float64)  # may be infinite
+        numbers = {"layout": torch.tensor(astuple(self.layout)), "dense_until": until}
+        return {**super().state_dict(), **numbers}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self.layout = SketchLayout(*state["layout"].tolist())
+        self._dense_until = state["dense_until"].item()
 
     @property
     def residual_bytes(self) -> int:

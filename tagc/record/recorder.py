@@ -20,7 +20,7 @@ from tagc.record.summary import summarise
 from tagc.record.wandb_mirror import WandbMirror
 
 Status = Literal["done", "failed", "interrupted"]
-RECORD_FILES = ("metrics.jsonl", "summary.json", "manifest.json", "config.yaml", "log.txt", "profile")
+RECORD = ("metrics.jsonl", "summary.json", "manifest.json", "config.yaml", "log.txt", "profile", "checkpoints")
 
 logger = logging.getLogger("tagc")
 
@@ -135,13 +135,13 @@ def _finite(summary: dict[str, Any]) -> dict[str, Any]:
 
 def set_aside_earlier_record(run_dir: Path) -> Path | None:
     """Move the record of an earlier run in this folder to ``earlier/<n>/``; returns where, None if there is none."""
-    if not any((run_dir / name).exists() for name in ("metrics.jsonl", "summary.json")):
+    if not any((run_dir / name).exists() for name in ("metrics.jsonl", "summary.json", "checkpoints")):
         return None
     with explain_write_errors(run_dir):
         number = 1 + max((int(path.name) for path in (run_dir / "earlier").glob("[0-9]*")), default=0)
         target = run_dir / "earlier" / str(number)
         target.mkdir(parents=True)
-        for name in RECORD_FILES:
+        for name in RECORD:
             if (run_dir / name).exists():
                 (run_dir / name).rename(target / name)
     logger.warning("%s holds an earlier run; its record is now in %s", run_dir, target)

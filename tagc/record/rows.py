@@ -6,6 +6,7 @@ A non-finite float is written as ``null``: JSON has no NaN, and a reader in any 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from tagc.errors import UserError
 from tagc.record.files import explain_write_errors, write_text_atomic
 
+logger = logging.getLogger("tagc")
 Row = dict[str, Any]
 
 
@@ -32,23 +34,41 @@ def clean_row(row: Row) -> Row:
 
 
 class MetricsFile:
-    """Appends rows to ``metrics.jsonl``; every row has reached the operating system when :meth:`append` returns."""
+    """Appends rows to ``metrics.jsonl``; every row has reached the operating system when :meth:`append` returns.
+
+    Rows that cannot be written (a checkpoint may fill the disk for a moment) wait in memory, in order, for the next
+    :meth:`append`, and for the last time for :meth:`close`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._waiting = b""
         with explain_write_errors(path.parent):
             # Unbuffered: a failed write leaves nothing behind that close() would try to write again.
             self._file = path.open("ab", buffering=0)
 
     def append(self, row: Row) -> None:
-        """Write one cleaned row. Errors: ``UserError`` naming the folder when it cannot be written (disk full)."""
-        data = (json.dumps(row, allow_nan=False) + "\n").encode()
-        with explain_write_errors(self.path.parent):
-            while data:  # a nearly full disk may take only part of a write
-                data = data[self._file.write(data) :]
+        """Write one cleaned row."""
+        was_behind = bool(self._waiting)
+        self._waiting += (json.dumps(row, allow_nan=False) + "\n").encode()
+        try:
+            self._write()
+        except OSError as error:
+            if not was_behind:
+                logger.error("%s cannot be written (%s); its rows wait in memory", self.path, error.strerror)
+
+    def _write(self) -> None:
+        while self._waiting:  # a nearly full disk may take only part of a write
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def close(self) -> None:
-        self._file.close()
+        """Errors: ``UserError`` naming the folder when rows cannot be written (disk full)."""
+        try:
+            with explain_write_errors(self.path.parent):
+                self._write()
+        finally:
+            self._waiting = b""
+            self._file.close()
 
 
 def load_rows(path: Path) -> list[Row]:

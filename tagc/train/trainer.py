@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ from tagc.model.init import materialize
 from tagc.network import Counters, build_link
 from tagc.network.calibration import LinkScale, oversubscription
 from tagc.record import NullRecorder
+from tagc.train.checkpoint import Checkpoints
 from tagc.train.optimizer import build_optimizer, clip_gradients, learning_rate_at
 from tagc.train.parallel import shard_model, unit_parameter_names
 from tagc.train.profile import StepProfiler
@@ -46,6 +48,9 @@ class Trainer:
         self._data_description = data.description
         self._build_model(data.vocab_size, kernels)
         self._open_data(data)
+        self.step = 0  # finished optimizer steps
+        self.stop_requested: Callable[[], bool] = lambda: False  # asked once per step; one rank's yes stops all
+        self.is_stopping = False
         flops = flops_per_token(self.model) * config.trainer.global_batch * config.model.context / self.ranks
         self.link_scale = LinkScale(config, self.exchange.link, flops, device.type, self._largest_over_ranks)
 
@@ -71,7 +76,7 @@ class Trainer:
 
     def _open_data(self, data: DataInfo) -> None:
         context = self.config.model.context
-        loader = TrainLoader(
+        self._loader = TrainLoader(
             open_tokens(data, "train"),
             context,
             self.config.trainer.global_batch,
@@ -79,7 +84,7 @@ class Trainer:
             self.ranks,
             self.config.seed,
         )
-        self.batches = iter(loader)
+        self.batches = iter(self._loader)
         inputs, targets = validation_batch(open_tokens(data, "val"), context, self.config.data.val_sequences)
         # Every rank takes part in every forward pass, so each validates the same number of sequences: the last ones
         # are filled up by repetition and weighed zero.
@@ -125,14 +130,28 @@ class Trainer:
     def time_dilation(self, dilation: float) -> None:
         self.link_scale.set_dilation(dilation)
 
-    def train(self, recorder: NullRecorder, profiler: StepProfiler) -> None:
-        """Run all steps. Errors: ``UserError`` on every rank when a gradient is NaN or Inf."""
+    def load_data_state(self, state: dict[str, Any]) -> None:
+        """Go on after the batch that came with ``state``. Errors: ``UserError`` if it belongs to other data."""
+        self._loader.load_state(state)
+
+    def train(self, recorder: NullRecorder, profiler: StepProfiler, checkpoints: Checkpoints | None = None) -> None:
+        """Run the steps that are left, until the last or until a rank is asked to stop (then ``is_stopping``).
+
+        Errors: ``UserError`` on every rank when a gradient is NaN or Inf.
+        """
         settings = self.config.trainer
-        for step in range(settings.max_steps):
+        for step in range(self.step, settings.max_steps):
             row = profiler.run(self.train_step, step)
             if (step + 1) % settings.eval_every == 0 or step + 1 == settings.max_steps:
                 row["val_loss"] = self.validate()
+            if checkpoints is not None:
+                row["checkpoint_ms"] = checkpoints.take_blocked_ms()  # between the step before and this one
             recorder.step({"step": step + 1, **row})
+            self.step = step + 1
+            if checkpoints is not None and (checkpoints.is_due(self.step) or self.is_stopping):
+                checkpoints.save(self)  # after the row, so that the record holds every step that is continued
+            if self.is_stopping:
+                return
 
     def train_step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns its row of metrics. Times are wall times of this rank, in milliseconds."""
@@ -143,7 +162,8 @@ class Trainer:
         counters = self.exchange.link.read_counters()
         self.sync.begin_step(step)
         loss = self._accumulate_gradients()
-        report = self.sync.finish_step(loss)
+        report = self.sync.finish_step(loss, stop=self.stop_requested())
+        self.is_stopping = report.stop
         for message in report.messages:
             if self.rank == 0:
                 logger.warning("step %d: %s", step + 1, message)
@@ -171,7 +191,7 @@ class Trainer:
 
     def _accumulate_gradients(self) -> Tensor:
         """Forward and backward over this rank's micro-batches; only the last one reduces. Returns the mean loss."""
-        (inputs, targets), _ = next(self.batches)
+        (inputs, targets), self.data_state = next(self.batches)
         micro, count = self.config.micro_batch, self.config.accumulation
         total = torch.zeros((), device=self.device)
         for i in range(count):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +19,8 @@ from tagc.device import resolve_device
 from tagc.kernels import resolve_backend
 from tagc.network import leave_network
 from tagc.record import NullRecorder, Recorder, build_manifest, close_logging, setup_logging
+from tagc.stop_request import RESTART_VARIABLE, listen_in_rank
+from tagc.train.checkpoint import Checkpoints
 from tagc.train.profile import StepProfiler
 from tagc.train.trainer import Trainer
 
@@ -30,8 +32,8 @@ def run_worker(config: Config, data: DataInfo, run_dir: str) -> None:
 
     Errors: ``UserError`` for bad input, on all ranks alike.
     """
-    with rank_process(config, run_dir) as device:
-        _train(config, data, run_dir, device)
+    with rank_process(config, run_dir) as device, listen_in_rank() as stop_requested:
+        _train(config, data, run_dir, device, stop_requested)
 
 
 @contextmanager
@@ -50,17 +52,25 @@ def rank_process(config: Config, run_dir: str) -> Iterator[torch.device]:
     close_logging()
 
 
-def _train(config: Config, data: DataInfo, run_dir: str, device: torch.device) -> None:
+def _train(
+    config: Config, data: DataInfo, run_dir: str, device: torch.device, stop_requested: Callable[[], bool]
+) -> None:
+    if dist.get_rank() == 0 and RESTART_VARIABLE in os.environ:
+        logger.warning("%s", os.environ[RESTART_VARIABLE])
     kernels_name, kernels = resolve_backend(config.kernels, device.type)
     extra = {"data": asdict(data), "backend": dist.get_backend(), "threads_per_rank": torch.get_num_threads()}
     manifest = build_manifest(config, kernels=kernels_name, device=str(device), extra=extra)
+    trainer = Trainer(config, data, device, kernels)
+    trainer.stop_requested = stop_requested
     rank = dist.get_rank()
-    with leave_network(config.network, rank):  # W&B's thread and process talk to its server, not to other ranks
-        recorder = Recorder(Path(run_dir), config, manifest) if rank == 0 else NullRecorder()
-    with recorder:
-        trainer = Trainer(config, data, device, kernels)
-        trainer.log_start(kernels_name)
-        trainer.train(recorder, StepProfiler(config.trainer, Path(run_dir), device))
-        recorder.finish("done")
+    with Checkpoints(Path(run_dir), config) as checkpoints:
+        step = checkpoints.restore_newest(trainer) or 0  # the launcher has set aside what is not to be continued
+        with leave_network(config.network, rank):  # W&B's thread and process talk to its server, not to other ranks
+            recorder = Recorder(Path(run_dir), config, manifest, step) if rank == 0 else NullRecorder()
+        with recorder:
+            trainer.log_start(kernels_name)
+            trainer.train(recorder, StepProfiler(config.trainer, Path(run_dir), device), checkpoints)
+            checkpoints.wait()
+            recorder.finish("done" if trainer.step >= config.trainer.max_steps else "interrupted")
         if rank == 0:
             logger.info("run folder: %s", run_dir)

@@ -16,6 +16,8 @@ def main() -> None:
     """What run.py does after Hydra has composed."""
     config = Config()
     config.network.name = sys.argv[3] if len(sys.argv) > 3 else "paced"
+    config.cluster.grace_s = 1.0  # `hang` has no steps
+    config.cluster.max_restarts = 0
     summary = launch(config, Path(sys.argv[2]), getattr(workers, sys.argv[1]))
     sys.stdout.write(f"total={summary['total']}\n")
 

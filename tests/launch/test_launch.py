@@ -28,6 +28,13 @@ def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tagc.data, "prepare", lambda config: f"prepared {config.name}", raising=False)
 
 
+def _make_config(ranks: int = 2) -> Config:
+    """The first failure is the last."""
+    config = Config()
+    config.cluster.ranks, config.cluster.max_restarts = ranks, 0
+    return config
+
+
 def _start(worker: str, run_dir: Path, *network: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.launch.start", worker, str(run_dir), *network]
     return subprocess.Popen(
@@ -101,25 +108,24 @@ def test_an_exception_is_told_once_with_its_rank_and_traceback(tmp_path: Path) -
 
 def test_bad_input_found_in_a_rank_is_only_its_message(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data\.path=/nowhere is missing; prepare it$"):
-        launch(Config(), tmp_path, workers.blame_user_in_rank_1)
+        launch(_make_config(), tmp_path, workers.blame_user_in_rank_1)
 
 
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     start_s = time.monotonic()
     with pytest.raises(RankFailure, match=r"^rank 1 was killed by SIGKILL\nhint: .*memory"):
-        launch(Config(), tmp_path, workers.kill_rank_1)
+        launch(_make_config(), tmp_path, workers.kill_rank_1)
     assert time.monotonic() - start_s < 30
 
 
 def test_a_rank_that_leaves_early_is_named_with_its_exit_code(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="rank 1 ended with exit code 7"):
-        launch(Config(), tmp_path, workers.exit_rank_1)
+        launch(_make_config(), tmp_path, workers.exit_rank_1)
 
 
 def test_an_old_summary_does_not_pass_for_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"status": "done"}')
-    config = Config()
-    config.cluster.ranks = 1
+    config = _make_config(ranks=1)
     with pytest.raises(RankFailure, match=r"wrote no .*summary\.json"):
         launch(config, tmp_path, workers.write_nothing)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
@@ -128,8 +134,7 @@ def test_an_old_summary_does_not_pass_for_a_new_one(tmp_path: Path) -> None:
 def test_a_failed_run_keeps_its_numbers_and_leaves_the_earlier_record_whole(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"status": "done"}')
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train_loss": 9.0}\n')
-    config = Config()
-    config.cluster.ranks = 1
+    config = _make_config(ranks=1)
     with pytest.raises(RankFailure, match="rank 0 ended with exit code 3"):
         launch(config, tmp_path, workers.record_two_steps_and_exit)
     assert json.loads((tmp_path / "earlier" / "1" / "summary.json").read_text()) == {"status": "done"}
@@ -159,7 +164,7 @@ def test_a_folder_in_use_is_refused_and_sigterm_ends_the_ranks(tmp_path: Path) -
     run = _start("hang", tmp_path)
     pids = [int(text) for text in _wait_for([tmp_path / "started_0", tmp_path / "started_1"])]
     with pytest.raises(UserError, match="in use by another run"):
-        launch(Config(), tmp_path, workers.sum_ranks)
+        launch(_make_config(), tmp_path, workers.sum_ranks)
     run.terminate()
     _check_interrupted(run, tmp_path, signal.SIGTERM, pids)
 
@@ -175,7 +180,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"file/run cannot be written .*hydra\.run\.dir"):
-        launch(Config(), tmp_path / "file" / "run", workers.sum_ranks)
+        launch(_make_config(), tmp_path / "file" / "run", workers.sum_ranks)
 
 
 def test_a_data_error_leaves_a_failed_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,5 +189,5 @@ def test_a_data_error_leaves_a_failed_summary(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(tagc.data, "prepare", refuse)
     with pytest.raises(UserError, match="truncated"):
-        launch(Config(), tmp_path, workers.sum_ranks)
+        launch(_make_config(), tmp_path, workers.sum_ranks)
     assert json.loads((tmp_path / "summary.json").read_text())["error"] == "data.path=x is truncated"

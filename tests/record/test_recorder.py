@@ -124,7 +124,7 @@ def test_a_folder_in_the_way_of_a_file(open_recorder, tmp_path: Path, name: str)
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_full_disk_stops_the_run_with_the_remedy(open_recorder, make_row, tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_fails_the_run_with_the_remedy(open_recorder, make_row, tmp_path: Path) -> None:
     (tmp_path / "full").symlink_to("/dev/full")  # every write to it fails with ENOSPC
     full = pytest.raises(UserError, match=r"No space left on device.*hydra\.run\.dir=")
     with full as caught, open_recorder(tmp_path) as recorder:
@@ -132,6 +132,7 @@ def test_a_full_disk_stops_the_run_with_the_remedy(open_recorder, make_row, tmp_
         recorder._metrics.close()
         recorder._metrics = MetricsFile(tmp_path / "full")
         recorder.step(make_row(2))
+        recorder.finish("done")
     assert str(tmp_path) in str(caught.value)
     summary = load_summary(tmp_path)
     assert (summary["status"], summary["steps"]) == ("failed", 1)

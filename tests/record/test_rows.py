@@ -83,3 +83,26 @@ def test_rewritten_rows_replace_the_file(tmp_path: Path) -> None:
     rewrite_rows(path, load_rows(path)[:1])
     assert path.read_text() == '{"step": 1}\n'
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_rows_wait_for_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch, caplog) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    real, room = file._file, [10]
+
+    class Full:
+        """Takes 10 bytes, and then nothing."""
+
+        def write(self, data: bytes) -> int:
+            if room[0] == 0:
+                raise OSError(28, "No space left on device")
+            room[0] = 0
+            return real.write(data[:10])
+
+    monkeypatch.setattr(file, "_file", Full())
+    for step in (1, 2):
+        file.append({"step": step, "train_loss": 0.5})
+    assert caplog.text.count("its rows wait in memory") == 1
+    monkeypatch.setattr(file, "_file", real)
+    file.append({"step": 3, "train_loss": 0.5})
+    file.close()
+    assert load_rows(tmp_path / "metrics.jsonl") == [{"step": step, "train_loss": 0.5} for step in (1, 2, 3)]

@@ -1,0 +1,100 @@
+"""SIGTERM and SIGUSR1: the ranks finish their step, save and end, in place of being ended.
+
+The launcher turns the signal into a file whose name the ranks know from the environment; a rank that gets the signal
+itself needs no file. At the end of a step all ranks hear of it, so they stop at the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM and people send; SLURM's early warning (--signal=USR1@90)
+RESTART_VARIABLE = "TAGC_RESTART"  # what a restarted rank shall say about it
+STOP_FILE_VARIABLE = "TAGC_STOP_FILE"
+_LONE_SIGTERM_S = 3.0  # a rank whose launcher goes on was sent SIGTERM because another one failed
+
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+@dataclass
+class StopRequest:
+    """What the launcher passed on."""
+
+    received: int | None = None  # the first signal
+
+
+def stop_file(report_dir: str) -> str:
+    """The file that asks ranks to stop."""
+    return str(Path(report_dir, "stop"))
+
+
+@contextmanager
+def forward_to_ranks(report_dir: str, grace_s: float, give_up: Handler) -> Iterator[StopRequest]:
+    """In the launcher, while ranks run: SIGTERM and SIGUSR1 make them stop; ``give_up(signum, ...)`` after ``grace_s``.
+
+    ``give_up`` is called in the main thread and should raise. Signals that were ignored stay ignored.
+    """
+    stop = StopRequest()
+
+    def request(signum: int, frame: FrameType | None) -> None:
+        if stop.received is None:
+            stop.received = signum
+            Path(stop_file(report_dir)).touch()
+            signal.setitimer(signal.ITIMER_REAL, grace_s)
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        give_up(stop.received or signum, frame)
+
+    saved = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
+    for number in SIGNALS:
+        if saved[number] is not signal.SIG_IGN:
+            signal.signal(number, request)
+    signal.signal(signal.SIGALRM, end)
+    try:
+        yield stop
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in saved.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def listen_in_rank() -> Iterator[Callable[[], bool]]:
+    """In a rank's main thread: yields the question whether this rank was asked to stop."""
+    name = os.environ.get(STOP_FILE_VARIABLE)
+    file = Path(name) if name else None
+    received: list[int] = []
+    answered = threading.Event()
+
+    def is_requested() -> bool:
+        requested = bool(received) or (file is not None and file.exists())
+        if requested:
+            answered.set()
+        return requested
+
+    def end_unless_all_stop() -> None:
+        if not answered.is_set() and (file is None or not file.exists()):
+            os._exit(128 + signal.SIGTERM)
+
+    def receive(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGTERM and not received:
+            # A thread: the main one may be stuck in a collective whose other end is gone.
+            timer = threading.Timer(_LONE_SIGTERM_S, end_unless_all_stop)
+            timer.daemon = True
+            timer.start()
+        received.append(signum)
+
+    saved = {number: signal.signal(number, receive) for number in SIGNALS}
+    try:
+        yield is_requested
+    finally:
+        for number, handler in saved.items():
+            signal.signal(number, handler)
