@@ -309,3 +309,13 @@ def from_omegaconf(config: DictConfig) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """The configuration as plain nested dicts."""
     return asdict(config)
+
+
+def flatten(config: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`to_dict` gives, with keys as on the command line: ``{"a": {"b": 1}}`` to ``{"a.b": 1}``."""
+    flat: dict[str, Any] = {}
+    for section, value in config.items():
+        flat |= (
+            {f"{section}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {section: value}
+        )
+    return flat

@@ -59,8 +59,8 @@ class TorchSync:
     def begin_step(self, step: int) -> None:
         """Nothing to prepare."""
 
-    def finish_step(self, loss: Tensor) -> StepReport:
-        """The mean loss over the ranks, in one control message as in every other arm."""
+    def finish_step(self, loss: Tensor, stop: bool = False) -> StepReport:
+        """The mean loss over the ranks, in one control message as in every other arm. Nothing stops it half way."""
         assert dist.group.WORLD is not None
         losses = self._exchange.gather_numbers(loss.detach().view(1).double(), dist.group.WORLD)
         return StepReport(losses.mean().item())

@@ -5,7 +5,6 @@ A cell is one model, number of ranks, parameter dtype, reshard setting and link.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import yaml
 
 from experiments.iteration_time.arms import OTHER_TRANSPORT, arm_overrides
 from tagc import cli
-from tagc.config import Config, to_dict
+from tagc.config import Config, flatten, to_dict
 from tagc.errors import UserError
 
 PLAN_PATH = Path(__file__).with_name("plan.yaml")
@@ -150,10 +149,18 @@ def _compose(overrides: tuple[str, ...]) -> Config:
     return cli.compose_config(overrides)
 
 
-def hash_cell(cell: Cell) -> str:
-    """12 hex digits of everything that the cell's numbers depend on but code and machine."""
-    content = {"cell": asdict(cell), "configs": {arm: to_dict(compose_config(cell, arm)) for arm in cell.arms}}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+def describe_cell(cell: Cell) -> dict[str, Any]:
+    """All that the cell's numbers depend on but code and machine, flat and as JSON has it.
+
+    The baseline's whole configuration, and of the other arms what is different.
+    """
+    flat = {f"cell.{key}": value for key, value in asdict(cell).items()}
+    baseline = flatten(to_dict(compose_config(cell, "fsdp")))
+    flat |= {f"fsdp.{key}": value for key, value in baseline.items()}
+    for arm in cell.arms:
+        config = flatten(to_dict(compose_config(cell, arm)))
+        flat |= {f"{arm}.{key}": value for key, value in config.items() if value != baseline[key]}
+    return json.loads(json.dumps(flat))
 
 
 def shorten(cell: Cell) -> Cell:

@@ -1,6 +1,6 @@
 """The recorded rows of a cell: ``<key>.csv``, one line per arm and step, and ``<key>.json``, what all lines share.
 
-Both are written when the cell has ended; the json comes last and holds the cell's hash, so a cell without it is rerun.
+Both are written when the cell has ended; the json comes last: a cell without it is rerun.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.iteration_time.plan import Cell, hash_cell
+from experiments.iteration_time.plan import Cell, describe_cell
 from tagc.errors import UserError
 from tagc.record import load_rows
 from tagc.record.files import write_text_atomic
@@ -59,9 +59,12 @@ def _paths(rows_dir: Path, cell: Cell) -> tuple[Path, Path]:
 
 
 def is_recorded(rows_dir: Path, cell: Cell) -> bool:
-    """Whether the folder holds this cell, measured with these very settings."""
+    """Whether the folder holds this cell, measured with these settings (newer keys pass)."""
     path = _paths(rows_dir, cell)[1]
-    return path.exists() and json.loads(path.read_text()).get("hash") == hash_cell(cell)
+    if not path.exists():
+        return False
+    recorded, current = json.loads(path.read_text())["settings"], describe_cell(cell)
+    return all(key in current and current[key] == value for key, value in recorded.items())
 
 
 def record_cell(rows_dir: Path, cell: Cell, run_dir: Path, summary: dict[str, Any]) -> None:
@@ -75,7 +78,7 @@ def record_cell(rows_dir: Path, cell: Cell, run_dir: Path, summary: dict[str, An
     frame = frame.astype(dict.fromkeys(decimals, float)).round(decimals).astype(dict.fromkeys(counts, "Int64"))
     write_text_atomic(csv_path, frame.to_csv(index=False))
     shared = {
-        "hash": hash_cell(cell),
+        "settings": describe_cell(cell),
         "setting": cell.setting,
         **{key: summary[key] for key in ("cell", "link", "memory", "expected_gradient_bytes")},
     }

@@ -40,7 +40,7 @@ def draw_positions(numel: int, sample: int, shift: int, device: torch.device) ->
     device when a size is first met. Exactness: the same integers on every machine.
 
     >>> draw_positions(10, 5, 0, torch.device("cpu")).tolist(), draw_positions(4, 9, 1, torch.device("cpu")).tolist()
-    ([1, 2, 5, 6, 8], [1, 2, 3, 0])
+    ([1, 2, 4, 7, 9], [1, 2, 3, 0])
     """
     moved = _spread_positions(numel, min(sample, numel), device) + shift % numel
     return torch.where(moved < numel, moved, moved - numel)

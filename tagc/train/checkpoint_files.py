@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tagc.config import Config, to_dict
+from tagc.config import Config, flatten, to_dict
 from tagc.errors import UserError
 
 FORMAT = 1
@@ -168,15 +168,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _flatten(config: dict[str, Any]) -> dict[str, Any]:
-    flat = {}
-    for section, value in config.items():
-        flat |= (
-            {f"{section}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {section: value}
-        )
-    return flat
-
-
 def _matches(key: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(key, pattern) for pattern in patterns)
 
@@ -186,7 +177,7 @@ def check_config(folder: Path, info: CheckpointInfo, config: Config) -> list[str
 
     Errors: ``UserError`` listing the keys that differ and must not, with the ways out.
     """
-    saved, current = _flatten(info.config), _flatten(to_dict(config))
+    saved, current = flatten(info.config), flatten(to_dict(config))
     differing = [key for key in saved if key in current and saved[key] != current[key] and not _matches(key, FREE_KEYS)]
     told = {key: f"{key}={current[key]}, {saved[key]} in the checkpoint" for key in differing}
     fixed = [text for key, text in told.items() if _matches(key, FIXED_KEYS)]

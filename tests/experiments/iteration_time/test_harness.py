@@ -20,7 +20,7 @@ from experiments.iteration_time.link import Calibration, resolve_rate
 from experiments.iteration_time.plan import (
     LinkSpec,
     compose_config,
-    hash_cell,
+    describe_cell,
     load_plan,
     parse_link,
     select_cells,
@@ -74,7 +74,7 @@ def test_arms_take_turns_do_not_influence_each_other_and_are_recorded(tmp_path):
     assert find_open_cells([replace(cell, blocks=3)], rows_dir) != []  # other settings are another measurement
 
     ((shared, rows),) = load_cells(rows_dir, ["paced"])
-    assert shared["hash"] == hash_cell(cell) and shared["git_commit"]
+    assert shared["settings"] == describe_cell(cell) and shared["git_commit"]
     turns = rows[rows["phase"] == "blocks"].groupby(["block", "arm"]).size()
     assert turns.to_dict() == {(block, arm): 2 for block in (0, 1) for arm in ARMS}
     orders = [tuple(part["arm"].unique()) for _, part in rows[rows["phase"] == "blocks"].groupby("block")]
