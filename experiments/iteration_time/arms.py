@@ -22,7 +22,7 @@ from tagc.comm.gradient_sync import StepReport
 from tagc.config import COMPRESSORS, Config, ModelConfig
 from tagc.data import DataInfo
 from tagc.errors import UserError
-from tagc.model.gpt import GPT
+from tagc.model.gpt import GPT, parameter_count
 from tagc.model.init import materialize
 from tagc.train.optimizer import build_optimizer
 from tagc.train.trainer import Trainer
@@ -97,7 +97,9 @@ class DdpTrainer(OwnCollectivesTrainer):
     """``ddp``: every rank holds the whole model and all optimizer state. ``powersgd<r>``: torch's hook at rank r.
 
     PowerSGD (Vogels et al., NeurIPS 2019) runs with error feedback and warm start, as torch's defaults; only its
-    dense warm-up is cut to the two steps that torch demands, so that no timed step is dense.
+    dense warm-up is cut to the two steps that torch demands, so that no timed step is dense. Its gradients travel in
+    one bucket: with more, the hook starts its later all-reduces from gloo's threads in whatever order the earlier ones
+    end, and after some hundred steps two ranks meet in different ones and abort.
     """
 
     def __init__(
@@ -116,7 +118,10 @@ class DdpTrainer(OwnCollectivesTrainer):
         with torch.device("meta"):
             model = GPT(self.config.model, vocab_size)
         materialize(model, self.config.seed, self.device)
-        self.model = _Replica(model, gradient_as_bucket_view=True)
+        one_bucket_mb = 4 * parameter_count(model) // 2**20 + 1
+        self.model = _Replica(
+            model, gradient_as_bucket_view=True, bucket_cap_mb=one_bucket_mb if self._powersgd_rank else None
+        )
         if self._powersgd_rank:
             self.powersgd = PowerSGDState(None, self._powersgd_rank, start_powerSGD_iter=2)
             self.model.register_comm_hook(self.powersgd, powerSGD_hook)
