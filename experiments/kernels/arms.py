@@ -87,8 +87,9 @@ def make_arms(
     densities: Sequence[float] = (0.2,),
     ratios: Sequence[float] = (2.0,),
 ) -> Iterator[Arm]:
-    """Copies first, then every backend's operations."""
-    for numel in sorted({*sizes, *(size // RANKS for size in sizes)}):
+    """Copies first, then every backend's operations. sizes: of buckets, rounded down to whole shards."""
+    shards = [size // RANKS for size in sizes]
+    for numel in sorted({*shards, *(RANKS * shard for shard in shards)}):
         source, target = torch.randn(numel, device=device), torch.empty(numel, device=device)
         arguments = (target, source)
         yield Arm("copy", "torch", device, numel, None, None, 8 * numel, lambda a=arguments: a, Tensor.copy_)
