@@ -83,7 +83,8 @@ def make_row_units(inputs: list[Row], row: Row) -> list[UnitCost]:
 def predict(units: list[UnitCost], row: Row, message_ms: float, transport: float) -> float:
     """Modelled iteration time of a measured row, in ms."""
     rate = math.inf if row["rate_mbps"] is None else row["rate_mbps"] * 1e6 / 8
-    return predict_iteration_ms(units, LinkCost(int(row["ranks"]), rate, transport, message_ms))
+    link = LinkCost(int(row["ranks"]), rate, transport, message_ms, wire_bytes_per_byte=row["wire_bytes_per_byte"])
+    return predict_iteration_ms(units, link)
 
 
 def fit_transport(rows: list[Row], units: list[list[UnitCost]]) -> tuple[float, float]:
