@@ -19,7 +19,7 @@ def profile_steps(rank: int, folder: str, overlap: bool, max_steps: int) -> list
     config = tiny_config("tagc")
     config.logging.fidelity_every, config.trainer.overlap = 0, overlap
     run = TinyRun(config)
-    run.exchange.link.rate_bytes_per_s = 1e7  # a bucket takes milliseconds
+    run.exchange.link.set_rate(1e7)  # a bucket takes milliseconds
 
     def train_step(step: int) -> dict[str, float]:
         loss = run.backward(step)
