@@ -142,7 +142,8 @@ class Trainer:
             if checkpoints is not None and (checkpoints.is_due(self.step) or self.is_stopping):
                 checkpoints.save(self)  # after the row, so that the record holds every step that is continued
             if self.is_stopping:
-                return
+                break
+        profiler.close()
 
     def train_step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns its row of metrics. Times are wall times of this rank, in milliseconds."""
