@@ -11,6 +11,7 @@ from tests.policy.sources import MODULES, PACKAGE, ROOT, module_name
 
 MAX_LINES = 400
 RUN_PY_LINES = 60
+SUFFIXES = (".py", ".yaml", ".sbatch", ".sh")
 FOLDERS = ("tagc", "tests", "conf", "experiments", "analysis", "slurm")
 
 
@@ -30,7 +31,7 @@ def test_a_stray_print_is_found() -> None:
 
 
 def test_files_are_small() -> None:
-    files = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".yaml", ".sbatch")]
+    files = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in SUFFIXES]
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     assert {name: count for name, count in lines.items() if count >= MAX_LINES} == {}
     assert len((ROOT / "run.py").read_text().splitlines()) < RUN_PY_LINES
