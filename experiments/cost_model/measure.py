@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tagc.device import count_cores
 from tagc.network.link import WIRE_BYTES_PER_BYTE
 from tagc.record import load_summary
 
@@ -39,7 +40,7 @@ NUMBERS = (
     "param_wire_bytes_per_step",
     "achieved_sparsity",
 )
-FIELDS = (*KEYS, *NUMBERS, "wire_bytes_per_byte", "load", "git_commit")
+FIELDS = (*KEYS, *NUMBERS, "wire_bytes_per_byte", "cores", "load", "git_commit")
 ARMS = ("fsdp", "tagc2", "packed", "noop", "bf16", "tagc", "int8")
 
 
@@ -79,7 +80,7 @@ def measure(run: dict[str, Any], steps: int) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     row = run | {key: summary[key] for key in NUMBERS}
     row = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
-    row |= {"wire_bytes_per_byte": f"{WIRE_BYTES_PER_BYTE:.6g}"}
+    row |= {"wire_bytes_per_byte": f"{WIRE_BYTES_PER_BYTE:.6g}", "cores": count_cores()}
     return row | {"load": f"{os.getloadavg()[0]:.1f}", "git_commit": commit.stdout.strip()}
 
 
