@@ -22,7 +22,7 @@ from typing import Any
 
 from tagc.config import Config
 from tagc.device import count_cores
-from tagc.network.link import Link
+from tagc.network.link import Link, format_rate
 from tagc.network.select import dilate
 
 logger = logging.getLogger("tagc")
@@ -142,8 +142,8 @@ class LinkScale:
         if rate is not None:
             wire_s = self._link.seconds_for(wire_bytes)
             lines.append(
-                f"from here on the link runs at {rate * 8 / 1e6:.4g} Mbit/s: {wire_bytes / 1e6:.3g} MB per step take "
-                f"{wire_s:.3g} s, {steps_left * wire_s / 60:.3g} min in the {steps_left} steps left"
+                f"from here on the link runs at {format_rate(rate * 8e-6)}: the {wire_bytes / 1e6:.3g} MB of a step "
+                f"take {wire_s:.3g} s, those of all {steps_left} steps left {steps_left * wire_s / 60:.2g} min"
             )
         if steps_left == 0:
             lines.append("no step is left to feel the link: raise trainer.max_steps, or set network.time_dilation=1")

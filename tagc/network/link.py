@@ -8,6 +8,11 @@ from typing import NamedTuple
 WIRE_BYTES_PER_BYTE = 1514 / 1448
 
 
+def format_rate(mbps: float) -> str:
+    """For people: ``57.12 Mbit/s``, ``25,000 Mbit/s``."""
+    return f"{mbps:,.0f} Mbit/s" if mbps >= 1000 else f"{mbps:.4g} Mbit/s"
+
+
 class Counters(NamedTuple):
     """Bytes that an interface has sent and received since it came up, headers included."""
 

@@ -107,7 +107,7 @@ class Trainer:
             self.device.type,
             config.compressor.name,
             kernels_name,
-            config.bandwidth.name,
+            config.bandwidth.label,
             self.link_scale.describe(),
         )
         logger.info("%s", self._data_description)
