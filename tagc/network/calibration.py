@@ -139,7 +139,7 @@ class LinkScale:
             f"time dilation {self.dilation:.4g}: a step computes for {compute_s * 1e3:.3g} ms here, for "
             f"{reference_ms:.3g} ms on {name} ({UTILISATION:.0%} of its peak)"
         ]
-        if rate is not None:
+        if rate is not None and steps_left:
             wire_s = self._link.seconds_for(wire_bytes)
             lines.append(
                 f"from here on the link runs at {format_rate(rate * 8e-6)}: the {wire_bytes / 1e6:.3g} MB of a step "
@@ -147,4 +147,6 @@ class LinkScale:
             )
         if steps_left == 0:
             lines.append("no step is left to feel the link: raise trainer.max_steps, or set network.time_dilation=1")
+        elif len(self._samples_s) == 1:
+            lines.append("the dilation is too high: the first step also allocates memory; raise trainer.max_steps")
         return lines
