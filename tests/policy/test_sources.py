@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def test_files_are_small() -> None:
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     assert {name: count for name, count in lines.items() if count >= MAX_LINES} == {}
     assert len((ROOT / "run.py").read_text().splitlines()) < RUN_PY_LINES
+
+
+def test_every_example_runs() -> None:
+    """Pytest looks for examples in ``testpaths`` only."""
+    paths = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
+    places = [ROOT / path for path in paths]
+    with_examples = [path for path in MODULES if "    >>> " in path.read_text()]
+    assert [path for path in with_examples if not {path, *path.parents} & {*places}] == []
 
 
 def undocumented_keys(source: str) -> list[str]:
