@@ -67,11 +67,13 @@ def _log_lines_shown() -> Iterator[None]:
     level, handler = logger.level, logging.StreamHandler(sys.stdout)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # Hydra's root logger would say every line again
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = True
 
 
 def _load_job(path: Path) -> dict[str, Any]:

@@ -81,6 +81,11 @@ class BandwidthConfig:
     name: str = "unlimited"
     rate_mbps: float | None = None  # Mbit/s (10^6 bit/s) in each direction, in [0.001, 10^7]; None: no cap
 
+    @property
+    def label(self) -> str:
+        """The name; the rate where one was set without an option of the group."""
+        return self.name if self.rate_mbps is None or self.name != "unlimited" else f"{self.rate_mbps:g}mbps"
+
 
 @dataclass
 class NetworkConfig:

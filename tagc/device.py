@@ -1,12 +1,18 @@
-"""Which device the ranks use, decided in this one place."""
+"""Which device the ranks use, decided in this one place, and how many cores they share."""
 
 from __future__ import annotations
 
 import logging
+import os
 
 from tagc.errors import UserError
 
 log = logging.getLogger(__name__)
+
+
+def count_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resolve_device(device: str, ranks: int = 1) -> str:

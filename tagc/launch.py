@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from tagc.config import Config
-from tagc.device import resolve_device
+from tagc.device import count_cores, resolve_device
 from tagc.errors import UserError
 from tagc.network import open_network
 from tagc.rank_errors import RankFailure, find_root_cause, record_exception
@@ -181,8 +181,7 @@ def _keep_sigint_from_ranks() -> Iterator[None]:
 
 
 def _threads_per_rank(config: Config) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return config.cluster.threads_per_rank or max(1, cores // config.cluster.ranks)
+    return config.cluster.threads_per_rank or max(1, count_cores() // config.cluster.ranks)
 
 
 @contextlib.contextmanager

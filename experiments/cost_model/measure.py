@@ -5,6 +5,7 @@
 One run of nano after another, each through run.py, its summary appended to measured.csv. A run that is there already
 is skipped, so an interrupted call goes on where it stopped (``--repeat`` measures all again). ``load`` is the machine's
 load average at the end of the run: above the number of cores something else was running, and the row is provisional.
+``wire_bytes_per_byte`` is what the paced link charged for headers: 1 in rows older than that.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tagc.device import count_cores
+from tagc.network.link import WIRE_BYTES_PER_BYTE
 from tagc.record import load_summary
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +40,7 @@ NUMBERS = (
     "param_wire_bytes_per_step",
     "achieved_sparsity",
 )
-FIELDS = (*KEYS, *NUMBERS, "load", "git_commit")
+FIELDS = (*KEYS, *NUMBERS, "wire_bytes_per_byte", "cores", "load", "git_commit")
 ARMS = ("fsdp", "tagc2", "packed", "noop", "bf16", "tagc", "int8")
 
 
@@ -77,6 +80,7 @@ def measure(run: dict[str, Any], steps: int) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     row = run | {key: summary[key] for key in NUMBERS}
     row = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
+    row |= {"wire_bytes_per_byte": f"{WIRE_BYTES_PER_BYTE:.6g}", "cores": count_cores()}
     return row | {"load": f"{os.getloadavg()[0]:.1f}", "git_commit": commit.stdout.strip()}
 
 

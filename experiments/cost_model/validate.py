@@ -16,7 +16,6 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-import os
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -71,7 +70,7 @@ def nano(compressor: str, ranks: int, param_dtype: str) -> Workload:
 def make_row_units(inputs: list[Row], row: Row) -> list[UnitCost]:
     """The units of a measured row, from the processor times of ``inputs``."""
     ranks = int(row["ranks"])
-    slowdown = max(1.0, ranks / (os.cpu_count() or 1))  # ranks of one thread each that share cores
+    slowdown = max(1.0, ranks / row["cores"])  # ranks of one thread each that share cores
     if is_provisional(row):
         slowdown *= max(1.0, row["compute_ms_median"] / row["compute_cpu_ms_median"])
     # The global batch is the same for any number of ranks.
@@ -83,7 +82,8 @@ def make_row_units(inputs: list[Row], row: Row) -> list[UnitCost]:
 def predict(units: list[UnitCost], row: Row, message_ms: float, transport: float) -> float:
     """Modelled iteration time of a measured row, in ms."""
     rate = math.inf if row["rate_mbps"] is None else row["rate_mbps"] * 1e6 / 8
-    return predict_iteration_ms(units, LinkCost(int(row["ranks"]), rate, transport, message_ms))
+    link = LinkCost(int(row["ranks"]), rate, transport, message_ms, wire_bytes_per_byte=row["wire_bytes_per_byte"])
+    return predict_iteration_ms(units, link)
 
 
 def fit_transport(rows: list[Row], units: list[list[UnitCost]]) -> tuple[float, float]:
@@ -103,7 +103,7 @@ def is_fitted(row: Row) -> bool:
 
 def is_provisional(row: Row) -> bool:
     """Whether other work disturbed the run."""
-    return (row["load"] or 0) > (os.cpu_count() or 1) + 1
+    return (row["load"] or 0) > row["cores"] + 1
 
 
 def validate_rows(inputs: list[Row], rows: list[Row], source: str) -> list[Row]:

@@ -136,7 +136,7 @@ def main() -> int:
         run.process.wait()
         result = compare_ends(run, reference)
     with arguments.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(report)
     sys.stdout.write(json.dumps(result) + "\n")

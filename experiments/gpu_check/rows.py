@@ -49,7 +49,7 @@ class Part:
         words = " ".join(f"{key}={value}" for key, value in setting.items() if value is not None)
         row = dict(zip(COLUMNS, (self.name, name, words, metric, unit, value, p20, p80, n), strict=False))
         with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             if file.tell() == 0:
                 writer.writeheader()
             writer.writerow(row | describe_origin(self.commit, self.device))

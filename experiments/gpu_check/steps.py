@@ -97,7 +97,7 @@ class Arm:
 
     def step(self, rate_gbps: float | None) -> dict[str, Any]:
         """One step at this rate; returns its row of metrics."""
-        self.trainer.exchange.link.rate_bytes_per_s = rate_gbps * 1e9 / 8 if rate_gbps else None
+        self.trainer.exchange.link.set_rate(rate_gbps * 1e9 / 8 if rate_gbps else None)
         row = self.trainer.train_step(self.steps)
         self.steps += 1
         return row

@@ -20,6 +20,7 @@ from experiments.iteration_time.plan import Cell, compose_config, load_plan, par
 from tagc.comm.traffic import UnitTraffic, plan_traffic
 from tagc.config import COMPRESSORS
 from tagc.model.gpt import GPT, flops_per_token, parameter_count
+from tagc.network import Link
 from tagc.train.parallel import list_units, unit_parameter_names
 
 ASSUMED_FLOPS_PER_S = 1e11  # of the whole machine: only for the estimate of how long the plan takes
@@ -92,7 +93,7 @@ def estimate_step_s(cell: Cell, arm: str) -> float:
         tokens = cell.reference_tokens or config.trainer.global_batch * config.model.context
         flops = tokens / cell.ranks * flops_per_token(_meta_model(cell))
         rate *= flops / ASSUMED_REFERENCE_FLOPS_PER_S / compute_s
-    return compute_s + nbytes / rate
+    return compute_s + Link(rate).seconds_for(nbytes)
 
 
 def estimate_cell_s(cell: Cell) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.iteration_time.plan import LinkSpec
 from tagc.config import Config
 from tagc.network.calibration import resolve_dilation
-from tagc.network.pacing import WIRE_BYTES_PER_BYTE
+from tagc.network.link import WIRE_BYTES_PER_BYTE
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.iteration_time.arms import OTHER_TRANSPORT
-from tagc.network.pacing import WIRE_BYTES_PER_BYTE
+from tagc.network.link import WIRE_BYTES_PER_BYTE
 
 BASELINES = ("fsdp", "bf16")
 RESAMPLES = 10_000

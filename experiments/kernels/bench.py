@@ -80,7 +80,7 @@ def main() -> None:
     rows = [row | machine for row in summarise_arms(arms)]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     sys.stdout.write(f"{len(rows)} rows in {options.out}\n{json.dumps(headline(rows))}\n")

@@ -243,7 +243,7 @@ def main() -> None:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[*rows[0], *about])
+        writer = csv.DictWriter(file, fieldnames=[*rows[0], *about], lineterminator="\n")
         writer.writeheader()
         writer.writerows(row | about for row in rows)
     for name in ESTIMATORS:

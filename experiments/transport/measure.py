@@ -73,7 +73,7 @@ def main() -> None:
     out = parser.parse_args().out
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with out.open("w", newline="") if out else sys.stdout as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for rate_mbps in RATES_MBPS:
             with tempfile.TemporaryDirectory() as folder:

@@ -2,8 +2,7 @@
 
 The three differ in configuration only: ``lhc`` sends every non-zero (sparsity 0, all layers), ``tagc`` the largest
 values with error feedback in fp32 cells, ``tagc2`` the same in bf16 cells with a sketch whose size follows the measured
-union (``adaptive_ratio``). Sources: arXiv 2402.07529 (LHC),
-arXiv 2504.05638 (TAGC), FAIA 260015 (TAGC-2).
+union (``adaptive_ratio``). Sources: arXiv 2402.07529 (LHC), arXiv 2504.05638 (TAGC), FAIA 260015 (TAGC-2).
 
 The owner keeps its own selected values apart: they never enter a sketch, so its peeling problem holds the union of its
 *peers'* indices only (density d instead of 1-(1-d)^2 at two ranks) and its own values are not rounded.

@@ -45,8 +45,7 @@ def choose_threshold(compressor: Sparsifier, gradient_WN: Tensor, step: int) -> 
     if config.threshold == "sampled":
         shift = crc32(f"{spec.own_seed}/{step}".encode())
         position_K = draw_positions(spec.numel, config.threshold_sample, shift, spec.device)
-        return kernels.threshold_exact(
-            compressor.sample_values(gradient_WN, position_K), density
-        ), config.residual_decay
+        sample_WK = compressor.sample_values(gradient_WN, position_K)
+        return kernels.threshold_exact(sample_WK, density), config.residual_decay
     estimate = {"exact": kernels.threshold_exact, "lognormal": kernels.threshold_lognormal}[config.threshold]
     return estimate(compressor.add_residual(gradient_WN), density), 0.0

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tagc.config import Config
-from tagc.network.link import Link
+from tagc.device import count_cores
+from tagc.network.link import Link, format_rate
 from tagc.network.select import dilate
 
 logger = logging.getLogger("tagc")
@@ -66,8 +67,7 @@ def resolve_dilation(compute_s: float, flops_per_step: float, config: Config) ->
 
 def oversubscription(threads_per_rank: int) -> float:
     """How often the ranks on this machine, with ``threads_per_rank`` threads each, share a core: at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * threads_per_rank / cores)
+    return max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * threads_per_rank / count_cores())
 
 
 class LinkScale:
@@ -75,7 +75,8 @@ class LinkScale:
 
     link: from :func:`tagc.network.build_link`. flops_per_step: of this rank. agree: turns this rank's number into the
     largest over all ranks (one tiny collective).
-    ``dilation`` is None until it is known; the link is not capped until then.
+    ``dilation`` is None until it is known; the link is not capped until then. ``measured`` is what ``auto`` found, in
+    this run or in the one that it continues.
     """
 
     def __init__(
@@ -83,63 +84,69 @@ class LinkScale:
     ) -> None:
         self._config, self._link, self._flops, self._agree = config, link, flops_per_step, agree
         self.dilation: float | None = None
+        self.measured: float | None = None
         self._samples_s: list[float] = []
-        # A run of few steps measures fewer, so that its last ones still feel the cap.
-        self._steps = max(1, min(CALIBRATION_STEPS, config.trainer.max_steps - 1))
         wanted = config.network.time_dilation
         has_link = config.bandwidth.rate_mbps is not None or config.network.latency_ms > 0
         if not isinstance(wanted, str):
             self.dilation = float(wanted)  # the link was built with it
-        elif config.network.name == "real":
-            self.dilation = 1.0  # whoever owns that interface caps it
         elif device_type == "cuda" or not has_link or config.cluster.ranks == 1:
-            self.set_dilation(1.0)
+            self._set_dilation(1.0)
 
-    def set_dilation(self, dilation: float) -> None:
-        """Slow the link down by ``dilation`` from now on: also how a restarted run goes on with what it measured."""
+    def take_over(self, measured: float | None) -> None:
+        """Go on with what an earlier part of this run measured, if it did and ``auto`` still asks for it."""
+        if measured is not None and self.dilation is None:
+            self.measured = measured
+            self._set_dilation(measured)
+
+    def _set_dilation(self, dilation: float) -> None:
         self.dilation = dilation
         self._link.set_rate(*dilate(self._config.bandwidth, self._config.network, dilation))
 
     def describe(self) -> str:
         """For the line that says what runs, behind the link's nominal rate."""
         if self.dilation is None:
-            return f", capped once {self._steps} step(s) have measured this machine"
+            return ", capped once the first steps have measured this machine"
         return f" / {self.dilation:.4g}" if self.dilation != 1 else ""
 
-    def close_step(self, row: dict[str, Any]) -> dict[str, float | None]:
+    def close_step(self, row: dict[str, Any], steps_left: int) -> dict[str, float | None]:
         """The scale's columns for a step that has just ended; the last step of the calibration sets the link.
 
         row: the step's ``iteration_ms`` (and, while calibrating, ``compute_cpu_ms`` and ``wire_bytes``). The columns of
-        a step on the link before it was capped are None: its time belongs to no statistic.
+        a step on the link before it was capped are None: its time belongs to no statistic. steps_left: of the run.
+        Errors: ``UserError`` on all ranks for a rate that the link cannot enforce.
         """
         if self.dilation is not None:
             return {"time_dilation": self.dilation, "scaled_iteration_ms": row["iteration_ms"] / self.dilation}
         self._samples_s.append(row["compute_cpu_ms"] / 1e3)
-        if len(self._samples_s) == self._steps:
-            self._finish(row["wire_bytes"])
+        # With few steps left it measures fewer, so that the last one still feels the cap.
+        if len(self._samples_s) == CALIBRATION_STEPS or steps_left <= 1:
+            self._finish(row["wire_bytes"], steps_left)
         return {"time_dilation": None, "scaled_iteration_ms": None}
 
-    def _finish(self, wire_bytes: int) -> None:
+    def _finish(self, wire_bytes: int, steps_left: int) -> None:
         # What else runs on the machine only lengthens a step, its CPU time too (caches): the shortest is nearest.
         compute_s = self._agree(min(self._samples_s[1:] or self._samples_s))
-        self.set_dilation(resolve_dilation(compute_s, self._flops, self._config))
-        for line in self._explain(compute_s, wire_bytes):
+        self.measured = resolve_dilation(compute_s, self._flops, self._config)
+        self._set_dilation(self.measured)
+        for line in self._explain(compute_s, wire_bytes, steps_left):
             logger.info("%s", line)
 
-    def _explain(self, compute_s: float, wire_bytes: int) -> list[str]:
+    def _explain(self, compute_s: float, wire_bytes: int, steps_left: int) -> list[str]:
         name, rate = self._config.network.reference_gpu, self._link.rate_bytes_per_s
         reference_ms = reference_compute_s(self._flops, self._config) * 1e3
         lines = [
             f"time dilation {self.dilation:.4g}: a step computes for {compute_s * 1e3:.3g} ms here, for "
             f"{reference_ms:.3g} ms on {name} ({UTILISATION:.0%} of its peak)"
         ]
-        left = self._config.trainer.max_steps - len(self._samples_s)
-        if rate is not None:
-            wire_s = wire_bytes / rate
+        if rate is not None and steps_left:
+            wire_s = self._link.seconds_for(wire_bytes)
             lines.append(
-                f"from here on the link runs at {rate * 8 / 1e6:.4g} Mbit/s: {wire_bytes / 1e6:.3g} MB per step take "
-                f"{wire_s:.3g} s, {left * wire_s / 60:.3g} min in the {left} steps left"
+                f"from here on the link runs at {format_rate(rate * 8e-6)}: the {wire_bytes / 1e6:.3g} MB of a step "
+                f"take {wire_s:.3g} s, those of all {steps_left} steps left {steps_left * wire_s / 60:.2g} min"
             )
-        if left == 0:
-            lines.append("no step is left to feel the link: set trainer.max_steps to 2 or more, or a time dilation")
+        if steps_left == 0:
+            lines.append("no step is left to feel the link: raise trainer.max_steps, or set network.time_dilation=1")
+        elif len(self._samples_s) == 1:
+            lines.append("the dilation is too high: the first step also allocates memory; raise trainer.max_steps")
         return lines

@@ -4,9 +4,10 @@ One rank of N, all alike. Two resources serve one request at a time, in the orde
 (full duplex; a rank sends as much as it receives, so one direction stands for both). An exchange of b bytes to N-1
 peers occupies the link for
 
-    t(b) = a m(b) + max(b / r, b / r0)        m(b) = (N-1) ceil(b / (N-1) / 1 MB) messages
+    t(b) = a m(b) + max(h b / r, b / r0)      m(b) = (N-1) ceil(b / (N-1) / 1 MB) messages
 
-a: cost of a message; r: rate of the link; r0: what the transport reaches without a cap; its latency L passes after it.
+a: cost of a message; h: bytes on the wire per byte, for headers; r: rate of the link; r0: what the transport reaches
+without a cap. The link's latency L passes after it.
 A unit u (an FSDP unit: root, embedding, blocks, head) costs processor time f(u) forward and b(u) backward, e(u) to
 encode its gradients and d(u) to decode the shard; it moves P(u) bytes of parameters and G(u) of gradients per exchange.
 
@@ -19,7 +20,7 @@ behind the backward pass of the units that follow, and encoding and decoding beh
 
 With N ranks, sizes are those of :mod:`tagc.comm.traffic`; e is constant (a rank encodes its whole bucket however many
 owners there are), d follows :func:`decode_growth`. Not modelled: ranks that wait for each other, congestion inside a
-switch, protocol headers, validation, and the optimizer as a part of its own (its time is within f and b).
+switch, validation, and the optimizer as a part of its own (its time is within f and b).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from tagc.network.link import WIRE_BYTES_PER_BYTE
 
 PIECE_BYTES = 1 << 20  # the exchange's message size
 SLICES = 8  # a unit's computation gives way to the reducer this often, as a scheduler would let it
@@ -55,18 +58,20 @@ class LinkCost:
     transport_bytes_per_s: float = math.inf
     message_ms: float = 0.0
     latency_ms: float = 0.0
+    wire_bytes_per_byte: float = WIRE_BYTES_PER_BYTE
 
     def exchange_ms(self, nbytes: int) -> float:
         """Time for which ``nbytes``, sent to all peers together, occupy the link; 0 for nothing to send.
 
-        >>> LinkCost(ranks=3, rate_bytes_per_s=1e6, message_ms=0.5).exchange_ms(4_000_000)
+        >>> LinkCost(ranks=3, rate_bytes_per_s=1e6, message_ms=0.5, wire_bytes_per_byte=1).exchange_ms(4_000_000)
         4002.0
         """
         peers = self.ranks - 1
         if nbytes == 0 or peers == 0:
             return 0.0
         messages = peers * math.ceil(nbytes / peers / PIECE_BYTES)
-        return self.message_ms * messages + nbytes / min(self.rate_bytes_per_s, self.transport_bytes_per_s) * 1e3
+        seconds = max(nbytes * self.wire_bytes_per_byte / self.rate_bytes_per_s, nbytes / self.transport_bytes_per_s)
+        return self.message_ms * messages + seconds * 1e3
 
 
 class _Op(NamedTuple):

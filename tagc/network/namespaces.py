@@ -148,9 +148,10 @@ class NamespaceLink(Link):
     """The interface of this rank's host; the kernel enforces the cap. There is no latency to set. Owns ``host``."""
 
     def __init__(self, host: Host, rate_bytes_per_s: float | None) -> None:
-        super().__init__(rate_bytes_per_s)
+        super().__init__()
         self._host = host
         self._counters = call_inside(host.own, lambda ip: InterfaceCounters(INTERFACE))
+        self.set_rate(rate_bytes_per_s)  # a rank that is started again finds the cap of the one before
 
     def set_rate(self, rate_bytes_per_s: float | None, latency_s: float = 0.0) -> None:
         """See :meth:`Link.set_rate`. Both directions of this rank's link."""

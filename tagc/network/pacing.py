@@ -14,9 +14,6 @@ from collections.abc import Callable
 
 from tagc.network.link import Link
 
-# An Ethernet frame of 1,514 bytes carries 1,448: the rest are the headers of Ethernet, IPv4 and TCP with timestamps.
-WIRE_BYTES_PER_BYTE = 1514 / 1448
-
 
 class PacedLink(Link):
     """A link whose user waits: :meth:`reserve` time for what is sent or received, :meth:`wait_until` it is over."""
@@ -44,10 +41,6 @@ class PacedLink(Link):
             free_at = max(self._clock(), self._free_at[direction]) + self.seconds_for(nbytes)
             self._free_at[direction] = free_at
         return free_at + self.latency_s
-
-    def seconds_for(self, nbytes: int) -> float:
-        """How long ``nbytes`` of payload occupy one direction of the link."""
-        return nbytes * WIRE_BYTES_PER_BYTE / self.rate_bytes_per_s if self.rate_bytes_per_s else 0.0
 
     def wait_until(self, deadline: float) -> None:
         """Block until the clock reaches ``deadline``."""

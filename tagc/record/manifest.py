@@ -20,6 +20,7 @@ import yaml
 
 import tagc
 from tagc.config import Config, to_dict
+from tagc.device import count_cores
 from tagc.record.files import write_text_atomic
 from tagc.record.wandb_mirror import resolve_mode
 
@@ -84,11 +85,10 @@ def _memory_bytes() -> int | None:
 def describe_hardware() -> dict[str, Any]:
     """CPU model, cores (and those this process may use), memory in bytes, GPU names, NCCL version."""
     has_cuda = torch.cuda.is_available()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu_model": _cpu_model(),
         "cpu_cores": os.cpu_count(),
-        "cpu_cores_usable": usable,
+        "cpu_cores_usable": count_cores(),
         "memory_bytes": _memory_bytes(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if has_cuda else [],
         "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None,

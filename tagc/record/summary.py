@@ -78,7 +78,7 @@ def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "experiment": config.experiment,
         "compressor": config.compressor.name,
-        "bandwidth": config.bandwidth.name,
+        "bandwidth": config.bandwidth.label,
         "rate_mbps": config.bandwidth.rate_mbps,
         "network": config.network.name,
         "time_dilation": rows[-1].get("time_dilation") if rows else None,

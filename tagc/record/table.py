@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from tagc.network.link import format_rate
 from tagc.record.console import get_console
 
 MISSING = "-"
@@ -70,12 +71,14 @@ def _wire(kind: str) -> Callable[[Summary], str]:
 
 
 def _link(summary: Summary) -> str:
-    rate_mbps, dilation = summary.get("rate_mbps"), summary.get("time_dilation") or 1
+    rate_mbps, dilation = summary.get("rate_mbps"), summary.get("time_dilation", 1)
     name = str(summary.get("bandwidth", MISSING))
     if rate_mbps is None:
         return name
+    if dilation is None:  # the run ended before it was known
+        return f"{name}: not capped yet, {summary.get('network', MISSING)}"
     dilated = f" (time dilation {dilation:.4g})" if dilation != 1 else ""
-    return f"{name}: {rate_mbps / dilation:.4g} Mbit/s{dilated}, {summary.get('network', MISSING)}"
+    return f"{name}: {format_rate(rate_mbps / dilation)}{dilated}, {summary.get('network', MISSING)}"
 
 
 def _phases(summary: Summary) -> str:

@@ -52,7 +52,7 @@ def flatten_config(config: Config) -> dict[str, Any]:
 
 
 def _name_run(config: Config) -> str:
-    parts = (config.model.name, config.compressor.name, config.bandwidth.name, f"{config.cluster.ranks}r")
+    parts = (config.model.name, config.compressor.name, config.bandwidth.label, f"{config.cluster.ranks}r")
     return "-".join(parts) + f"-s{config.seed}"
 
 

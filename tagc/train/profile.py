@@ -33,11 +33,12 @@ Interval = tuple[float, float]
 class StepProfiler:
     """Runs steps, and traces PROFILED_STEPS of them once ``trainer.timing_warmup_steps`` have run in this process.
 
-    A run that ends earlier gets a shorter trace. Errors: ``UserError`` when the run folder cannot be written.
+    A run that ends or is stopped earlier gets a shorter trace from :meth:`close`.
+    Errors: ``UserError`` when the run folder cannot be written.
     """
 
     def __init__(self, config: TrainerConfig, run_dir: Path, device: torch.device) -> None:
-        self._folder, self._device, self._max_steps = Path(run_dir) / "profile", device, config.max_steps
+        self._folder, self._device = Path(run_dir) / "profile", device
         self._steps_to_wait = config.timing_warmup_steps if config.profile else None
         self._traced = 0
         self._profile: profile | None = None
@@ -48,17 +49,24 @@ class StepProfiler:
             return train_step(step)
         if self._steps_to_wait > 0:
             self._steps_to_wait -= 1
-            if step + 1 == self._max_steps:  # resumed close to the end
-                logger.warning("trainer.profile=true: the run ends before a step could be traced")
             return train_step(step)
         if self._profile is None:
             self._profile = self._start()
         row = train_step(step) | {"profiled": True}
         self._traced += 1
-        if self._traced == PROFILED_STEPS or step + 1 == self._max_steps:
-            self._write(self._profile)
-            self._profile = self._steps_to_wait = None
+        if self._traced == PROFILED_STEPS:
+            self.close()
         return row
+
+    def close(self) -> None:
+        """Write what has been traced, unless that is done. To be called on all ranks at once."""
+        if self._steps_to_wait is None:
+            return
+        if self._profile is not None:
+            self._write(self._profile)
+        elif dist.get_rank() == 0:  # stopped early, or continued close to the end
+            logger.warning("trainer.profile=true: the run ends before a step could be traced")
+        self._profile = self._steps_to_wait = None
 
     def _start(self) -> profile:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes its start and stop to the console

@@ -107,7 +107,7 @@ class Trainer:
             self.device.type,
             config.compressor.name,
             kernels_name,
-            config.bandwidth.name,
+            config.bandwidth.label,
             self.link_scale.describe(),
         )
         logger.info("%s", self._data_description)
@@ -120,15 +120,6 @@ class Trainer:
         logger.info("residuals take %.2f MB on each rank", residual_bytes / 1e6)
         for line in self.sync.explain_dense():
             logger.warning("%s", line)
-
-    @property
-    def time_dilation(self) -> float | None:
-        """What slows the link down; None until ``auto`` has measured it. A restarted run sets what it used before."""
-        return self.link_scale.dilation
-
-    @time_dilation.setter
-    def time_dilation(self, dilation: float) -> None:
-        self.link_scale.set_dilation(dilation)
 
     def load_data_state(self, state: dict[str, Any]) -> None:
         """Go on after the batch that came with ``state``. Errors: ``UserError`` if it belongs to other data."""
@@ -151,7 +142,8 @@ class Trainer:
             if checkpoints is not None and (checkpoints.is_due(self.step) or self.is_stopping):
                 checkpoints.save(self)  # after the row, so that the record holds every step that is continued
             if self.is_stopping:
-                return
+                break
+        profiler.close()
 
     def train_step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns its row of metrics. Times are wall times of this rank, in milliseconds."""
@@ -187,7 +179,7 @@ class Trainer:
             **self._count_link_bytes(counters),
             **report.metrics,
         }
-        return row | self.link_scale.close_step(row)
+        return row | self.link_scale.close_step(row, self.config.trainer.max_steps - step - 1)
 
     def _accumulate_gradients(self) -> Tensor:
         """Forward and backward over this rank's micro-batches; only the last one reduces. Returns the mean loss."""

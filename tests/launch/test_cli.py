@@ -24,6 +24,7 @@ def _fake_launch(config: Config, run_dir: Path) -> dict[str, Any]:
     """Stands for the training: fails for the seed 13."""
     if config.seed == 13:
         raise UserError("seed=13 is unlucky")
+    logging.getLogger("tagc").info("said by the launcher")
     summary = {"status": "done", "compressor": config.compressor.name, "iteration_ms_median": 12.5}
     summary |= {"bandwidth": config.bandwidth.name, "seed": config.seed, "grad_wire_bytes_per_step": 2_500_000}
     (run_dir / "summary.json").write_text(json.dumps(summary))
@@ -122,6 +123,7 @@ def test_one_run_ends_in_its_table_and_its_folder_has_a_readable_name(command: C
     code, out, err = command("compressor=bf16", "bandwidth=1gbps")
     assert (code, err) == (0, "")
     assert "gradient bytes per step" in out and "2.5 MB" in out and "12.5" in out
+    assert out.count("said by the launcher") == 1
     (summary,) = tmp_path.glob("outputs/*/*-bf16-1gbps/summary.json")
     assert json.loads(summary.read_text())["compressor"] == "bf16"
     assert not list(tmp_path.rglob("*.log")), "Hydra wrote a log of its own"

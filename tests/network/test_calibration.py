@@ -30,9 +30,10 @@ def make_scale(config: Config, device: str = "cpu") -> tuple[LinkScale, Link, li
     return LinkScale(config, link, FLOPS, device, lambda own: told.append(own) or 2 * own), link, told
 
 
-def close_steps(scale: LinkScale, *compute_ms: float) -> list[float | None]:
+def close_steps(scale: LinkScale, *compute_ms: float, steps: int = 100) -> list[float | None]:
+    """The first of ``steps`` steps."""
     rows = [{"iteration_ms": 900.0, "compute_cpu_ms": ms, "wire_bytes": 10**6} for ms in compute_ms]
-    return [scale.close_step(row)["time_dilation"] for row in rows]
+    return [scale.close_step(row, steps - i - 1)["time_dilation"] for i, row in enumerate(rows)]
 
 
 def test_the_dilation_is_time_here_over_time_on_the_reference() -> None:
@@ -55,22 +56,23 @@ def test_auto_caps_the_link_after_the_first_steps_by_the_slowest_rank() -> None:
     assert scale.dilation == pytest.approx(50)
     assert link.rate_bytes_per_s == pytest.approx(1e9 / 50)
     assert link.latency_s == pytest.approx(2e-3 * 50)
-    columns = scale.close_step({"iteration_ms": 900.0})
+    columns = scale.close_step({"iteration_ms": 900.0}, 95)
     assert columns == {"time_dilation": scale.dilation, "scaled_iteration_ms": pytest.approx(18)}
     assert told == [0.25]
 
 
 @pytest.mark.parametrize(("max_steps", "measured"), [(1, 1), (2, 1), (3, 2), (5, 4), (100, CALIBRATION_STEPS)])
 def test_a_short_run_measures_fewer_steps_and_says_when_none_is_left(max_steps: int, measured: int, caplog) -> None:
-    config = capped_config()
-    config.trainer.max_steps = max_steps
-    scale, _, told = make_scale(config)
+    scale, _, told = make_scale(capped_config())
     with caplog.at_level("INFO", logger="tagc"):
-        assert close_steps(scale, *[200.0] * measured) == [None] * measured
+        assert close_steps(scale, *[200.0] * measured, steps=max_steps) == [None] * measured
     assert told == [0.2]
     assert scale.dilation == pytest.approx(40)
     assert ("no step is left" in caplog.text) == (max_steps == 1)
-    assert "200 Mbit/s" in caplog.text
+    left = max_steps - measured
+    assert ("the dilation is too high" in caplog.text) == (max_steps == 2)
+    told_rate = f"200 Mbit/s: the 1 MB of a step take 0.0418 s, those of all {left} steps left"
+    assert (told_rate in caplog.text) == (left > 0)
 
 
 @pytest.mark.parametrize(
@@ -89,17 +91,28 @@ def test_nothing_to_cap_is_nothing_to_measure() -> None:
     alone = capped_config()
     alone.cluster.ranks = 1
     assert make_scale(alone)[0].dilation == 1
-    assert make_scale(capped_config(name="real"))[0].dilation == 1  # not ours to change
     only_latency = Config()
     only_latency.network.latency_ms = 1.0
     assert make_scale(only_latency)[0].dilation is None
 
 
-def test_a_restarted_run_goes_on_with_the_dilation_it_had() -> None:
+def test_a_restarted_run_goes_on_with_the_dilation_that_was_measured() -> None:
+    first = make_scale(capped_config())[0]
+    close_steps(first, *[200.0] * CALIBRATION_STEPS)
     scale, link, told = make_scale(capped_config())
-    scale.set_dilation(7.0)
-    assert close_steps(scale, 200, 200) == [7.0, 7.0]
-    assert (link.rate_bytes_per_s, told) == (1e9 / 7, [])
+    scale.take_over(first.measured)
+    assert close_steps(scale, 300, 300) == [40.0, 40.0]
+    assert (link.rate_bytes_per_s, scale.measured, told) == (1e9 / 40, 40.0, [])
+
+
+def test_what_was_not_measured_is_not_taken_over() -> None:
+    uncapped = make_scale(Config())[0]
+    scale = make_scale(capped_config())[0]  # continues, now with a cap
+    scale.take_over(uncapped.measured)
+    assert close_steps(scale, *[200.0] * 5) == [None] * 4 + [40.0]
+    fixed = make_scale(capped_config(time_dilation=4))[0]
+    fixed.take_over(40.0)
+    assert (fixed.dilation, fixed.measured) == (4.0, None)
 
 
 @pytest.mark.parametrize(("value", "result"), [("auto", "auto"), ("50", 50), ("2.5", 2.5)])

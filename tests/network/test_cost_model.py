@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from tagc.network.cost_model import LinkCost, UnitCost, predict_iteration_ms
 
-MB_PER_S = LinkCost(ranks=2, rate_bytes_per_s=1e6)  # 1,000 bytes take 1 ms
+MB_PER_S = LinkCost(ranks=2, rate_bytes_per_s=1e6, wire_bytes_per_byte=1)  # 1,000 bytes take 1 ms
 
 
 def make_units(count: int = 2, **changes: float) -> list[UnitCost]:
@@ -49,7 +50,7 @@ def test_prefetch_hides_gathers_behind_the_unit_before() -> None:
     ahead = predict_iteration_ms(units, MB_PER_S, prefetch=True)
     assert in_line == pytest.approx(4 * (8 + 16) + 8 * 4)
     assert ahead == pytest.approx(4 * (8 + 16) + 4)  # all but the first
-    slow_link = LinkCost(ranks=2, rate_bytes_per_s=1e5)  # gathers of 40 ms: the link is the limit
+    slow_link = replace(MB_PER_S, rate_bytes_per_s=1e5)  # gathers of 40 ms: the link is the limit
     assert predict_iteration_ms(units, slow_link, prefetch=True) == pytest.approx(8 * 40 + 16)
 
 
@@ -64,11 +65,11 @@ def test_accumulation_gathers_every_time_or_once_and_reduces_once() -> None:
 
 def test_an_exchange_costs_messages_bytes_and_latency() -> None:
     link = LinkCost(ranks=5, rate_bytes_per_s=1e6, message_ms=0.1)
-    assert link.exchange_ms(4 * (2**20 + 1)) == pytest.approx(0.1 * 4 * 2 + 4 * (2**20 + 1) / 1e3)
+    assert link.exchange_ms(4 * (2**20 + 1)) == pytest.approx(0.1 * 4 * 2 + 4 * (2**20 + 1) / 1e3 * 1514 / 1448)
     assert link.exchange_ms(0) == 0  # noop sends nothing, so it waits for nothing
     capped = LinkCost(ranks=2, rate_bytes_per_s=math.inf, transport_bytes_per_s=2e6)
     assert capped.exchange_ms(2000) == pytest.approx(1)
-    late = LinkCost(ranks=2, rate_bytes_per_s=1e6, latency_ms=3)
+    late = replace(MB_PER_S, latency_ms=3)
     extra = predict_iteration_ms(make_units(gradient_bytes=0), late) - predict_iteration_ms(
         make_units(gradient_bytes=0), MB_PER_S
     )

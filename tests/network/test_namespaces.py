@@ -21,7 +21,7 @@ from tagc.launch import launch
 from tagc.network import netns, open_network
 from tagc.network.namespaces import ENVIRONMENT_KEY, Host, NamespaceLink, NamespacesUnavailable, open_hosts
 from tests.launch import workers
-from tests.launch.test_launch import _start, _wait_for, _wait_for_end
+from tests.launch.test_launch import _check_interrupted, _start, _wait_for, _wait_for_end
 
 RATE = 2.5e6
 
@@ -81,6 +81,8 @@ def test_both_directions_are_capped_and_nothing_is_left(monkeypatch):
                 link.set_rate(refused)
         assert _rates(host.own, "eth0") == [4_000_000_000]
         assert (socket.if_nameindex(), before[1]) == before, "the machine's own network shows something"
+        NamespaceLink(Host(2), None).close()  # of a rank that is started again
+        assert _rates(host.own, "eth0") == []
         link.close()
     assert not _still_held(names)
 
@@ -101,17 +103,20 @@ def test_all_bytes_of_a_training_run_pass_the_interface(tmp_path, monkeypatch):
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("_namespaces")
-def test_two_runs_at_once_and_neither_leaves_anything_when_killed(tmp_path):
-    """One loses its launcher, the other a rank; each meets its death while the other runs."""
-    runs = [_start("hang_in_namespace", tmp_path / name, "namespaces") for name in "ab"]
+def test_runs_at_once_and_none_leaves_anything_however_it_ends(tmp_path):
+    """One loses its launcher, one gets Ctrl-C, one loses a rank; each meets its end while another runs."""
+    runs = [_start("hang_in_namespace", tmp_path / name, "namespaces") for name in "abc"]
     pids, names = [], set()
-    for name in "ab":
+    for name in "abc":
         pids.append([int(pid) for pid in _wait_for([tmp_path / name / f"started_{rank}" for rank in (0, 1)])])
         names |= set(_wait_for([tmp_path / name / f"namespace_{rank}" for rank in (0, 1)]))
-    assert len(names) == 4 and names <= _holders()
+    assert len(names) == 6 and names <= _holders()
     runs[0].kill()
     runs[0].communicate(timeout=30)
-    assert not _wait_for_end(pids[0]) and runs[1].poll() is None
+    assert not _wait_for_end(pids[0]) and runs[1].poll() is runs[2].poll() is None
+    os.killpg(runs[2].pid, signal.SIGINT)
+    _check_interrupted(runs[2], tmp_path / "c", signal.SIGINT, pids[2])
+    assert runs[1].poll() is None
     os.kill(pids[1][1], signal.SIGKILL)
     _, err = runs[1].communicate(timeout=60)
     assert err.startswith("error: rank 1 was killed by SIGKILL")

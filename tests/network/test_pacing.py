@@ -7,7 +7,7 @@ import pytest
 
 from tagc.config import BandwidthConfig, NetworkConfig
 from tagc.network import PacedLink, build_link
-from tagc.network.pacing import WIRE_BYTES_PER_BYTE
+from tagc.network.link import WIRE_BYTES_PER_BYTE
 
 
 class Clock:

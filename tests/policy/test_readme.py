@@ -1,4 +1,4 @@
-"""The README's commands exist: make targets are there, every run.py command composes. Nothing is run."""
+"""The READMEs' commands exist: make targets and modules are there, every run.py command composes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.policy.compose import compose_config
 from tests.policy.sources import ROOT
 
 README = ROOT / "README.md"
+PAGES = sorted(page for pattern in ("*.md", "experiments/**/*.md", "slurm/*.md") for page in ROOT.glob(pattern))
 
 
 def find_commands(markdown: str) -> list[list[str]]:
@@ -63,6 +64,23 @@ def test_make_targets_exist(command: list[str]) -> None:
 @pytest.mark.parametrize("command", _commands("python"), ids=shlex.join)
 def test_run_commands_compose(command: list[str]) -> None:
     assert compose_command(command[2:]) >= 1
+
+
+def missing_modules(markdown: str) -> set[str]:
+    """Modules of this project that ``python -m`` is said to run, and that do not exist."""
+    named = set(re.findall(r"python3? -m ((?:tagc|experiments|tests)\.[\w.]*\w)", markdown))
+    places = {module: ROOT / module.replace(".", "/") for module in named}
+    return {m for m, at in places.items() if not (at.with_suffix(".py").exists() or (at / "__main__.py").exists())}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_exist(page: Path) -> None:
+    assert missing_modules(page.read_text()) == set()
+
+
+def test_a_missing_module_is_found() -> None:
+    text = "`python -m experiments.nothing --out x`, python -m experiments.gpu_check; python -m tagc.data.prepare."
+    assert missing_modules(text) == {"experiments.nothing"}
 
 
 TINY = "model.layers=1 model.width=48 model.heads=3 model.context=16 compressor.min_numel=512 trainer.max_steps=1"

@@ -151,6 +151,15 @@ def test_the_table_of_one_run(summary) -> None:
     assert f"run folder: {summary['run_dir']}\n" in text  # in one piece though longer than the line
 
 
+@pytest.mark.parametrize(
+    ("dilation", "shown"),
+    [(1.0, "10,000 Mbit/s, paced"), (160.0, "62.5 Mbit/s (time dilation 160), paced"), (None, "not capped yet, paced")],
+)
+def test_the_table_shows_the_rate_in_force(summary, dilation: float | None, shown: str) -> None:
+    text = print_in_pipe([{**summary, "bandwidth": "10gbps", "rate_mbps": 10_000.0, "time_dilation": dilation}])
+    assert f"10gbps: {shown}" in text
+
+
 def test_the_table_of_a_run_that_measured_nothing(config) -> None:
     text = print_in_pipe([{"status": "failed", "error": "UserError: [x] bad", **summarise([], config)}])
     assert "UserError: [x] bad" in text

@@ -97,6 +97,8 @@ def test_the_settings_come_from_the_configuration(config, make_row) -> None:
     summary = summarise([make_row(1)], config)
     wanted = {"compressor": "lhc", "bandwidth": "10gbps", "model": "gpt2", "ranks": 4, "seed": 3}
     assert {key: summary[key] for key in wanted} == wanted
+    config.bandwidth.name, config.bandwidth.rate_mbps = "unlimited", 2.5  # set without an option of the group
+    assert summarise([], config)["bandwidth"] == "2.5mbps"
     assert "status" not in summary
     json.dumps(summary, allow_nan=False)
 

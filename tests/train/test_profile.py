@@ -14,21 +14,22 @@ from tests.comm.harness import TinyRun, tiny_config
 from tests.distributed import run_ranks
 
 
-def profile_steps(rank: int, folder: str, overlap: bool, max_steps: int) -> list[bool]:
-    """Train under the profiler; returns which steps were traced."""
+def profile_steps(rank: int, folder: str, overlap: bool, steps: int) -> list[bool]:
+    """Train under the profiler until the run ends or is stopped; returns which steps were traced."""
     config = tiny_config("tagc")
     config.logging.fidelity_every, config.trainer.overlap = 0, overlap
     run = TinyRun(config)
-    run.exchange.link.rate_bytes_per_s = 1e7  # a bucket takes milliseconds
+    run.exchange.link.set_rate(1e7)  # a bucket takes milliseconds
 
     def train_step(step: int) -> dict[str, float]:
         loss = run.backward(step)
         run.update()
         return {"train_loss": loss.item()}
 
-    settings = TrainerConfig(profile=True, timing_warmup_steps=1, max_steps=max_steps)
-    profiler = StepProfiler(settings, Path(folder), torch.device("cpu"))
-    return ["profiled" in profiler.run(train_step, step) for step in range(max_steps)]
+    profiler = StepProfiler(TrainerConfig(profile=True, timing_warmup_steps=1), Path(folder), torch.device("cpu"))
+    traced = ["profiled" in profiler.run(train_step, step) for step in range(steps)]
+    profiler.close()
+    return traced
 
 
 def profile_both_ways(rank: int, folder: str) -> list[list[bool]]:

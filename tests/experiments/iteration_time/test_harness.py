@@ -32,7 +32,7 @@ from tagc.config import Config
 from tagc.data import prepare
 from tagc.errors import UserError
 from tagc.kernels import resolve_backend
-from tagc.network.pacing import WIRE_BYTES_PER_BYTE
+from tagc.network.link import WIRE_BYTES_PER_BYTE
 from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.distributed
