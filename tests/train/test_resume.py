@@ -43,6 +43,7 @@ def test_what_is_continued_and_what_set_aside(tmp_path: Path, resume, step, stat
     prepare_start(tmp_path, config)
     assert len(list_checkpoints(tmp_path)) == continues
     assert (tmp_path / "earlier" / "1" / "checkpoints").exists() is not continues
+    assert not (tmp_path / "summary.json").exists()  # nobody takes the old status for this run's
 
 
 def test_another_configuration_is_refused_with_the_keys(tmp_path: Path) -> None:
