@@ -150,6 +150,7 @@ class NamespaceLink(Link):
     def __init__(self, host: Host, rate_bytes_per_s: float | None) -> None:
         super().__init__(rate_bytes_per_s)
         self._host = host
+        self.set_rate(rate_bytes_per_s)  # a rank that was here before may have left another one
         self._counters = call_inside(host.own, lambda ip: InterfaceCounters(INTERFACE))
 
     def set_rate(self, rate_bytes_per_s: float | None, latency_s: float = 0.0) -> None:

@@ -20,6 +20,7 @@ from tagc.errors import UserError
 from tagc.launch import launch
 from tagc.network import netns, open_network
 from tagc.network.namespaces import ENVIRONMENT_KEY, Host, NamespaceLink, NamespacesUnavailable, open_hosts
+from tagc.network.tbf import cap_interface
 from tests.launch import workers
 from tests.launch.test_launch import _start, _wait_for, _wait_for_end
 
@@ -71,7 +72,9 @@ def test_both_directions_are_capped_and_nothing_is_left(monkeypatch):
         host = Host(2)
         names = {os.readlink(f"/proc/self/fd/{fd}") for fd in environment[ENVIRONMENT_KEY].split(":")[1].split(",")}
         assert len(names) == 4 and names <= _holders()
+        netns.call_inside(host.own, lambda ip: cap_interface(ip, "eth0", 50_000.0))  # as a rank that ended left it
         link = NamespaceLink(host, RATE)
+        assert _rates(host.own, "eth0") == [2_500_000]
         for rate, expected in ((RATE, [2_500_000]), (25_000.0, [25_000]), (None, []), (4e9, [4_000_000_000])):
             link.set_rate(rate)
             assert _rates(host.own, "eth0") == _rates(host.switch, "port2") == expected
