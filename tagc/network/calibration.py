@@ -75,7 +75,8 @@ class LinkScale:
 
     link: from :func:`tagc.network.build_link`. flops_per_step: of this rank. agree: turns this rank's number into the
     largest over all ranks (one tiny collective).
-    ``dilation`` is None until it is known; the link is not capped until then.
+    ``dilation`` is None until it is known; the link is not capped until then. ``is_measured``: it is this machine's,
+    not a number that the configuration settles.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class LinkScale:
             self.dilation = 1.0  # whoever owns that interface caps it
         elif device_type == "cuda" or not has_link or config.cluster.ranks == 1:
             self.set_dilation(1.0)
+        self.is_measured = self.dilation is None
 
     def set_dilation(self, dilation: float) -> None:
         """Slow the link down by ``dilation`` from now on: also how a restarted run goes on with what it measured."""

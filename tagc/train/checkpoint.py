@@ -70,7 +70,7 @@ class Checkpoints:
             config=to_dict(self._config),
             parameters={name: list(parameter.shape) for name, parameter in trainer.model.named_parameters()},
             data=trainer.data_state,
-            time_dilation=trainer.time_dilation,
+            time_dilation=trainer.link_scale.dilation if trainer.link_scale.is_measured else None,
         )
         staged = BlockingAsyncStager().stage(collect_state(trainer))
         self._pending = self._thread.submit(self._write, staged, info)
@@ -201,8 +201,9 @@ class Checkpoints:
                 f"torch {torch.__version__}, {info.torch} in the checkpoint: the numbers may differ in rounding"
             )
         trainer.load_data_state(info.data)
-        if self._config.network.time_dilation == "auto" and info.time_dilation is not None:
-            trainer.time_dilation = info.time_dilation  # measured once per run, so that its rows can be compared
+        dilation = files.dilation_to_keep(info, self._config)
+        if trainer.link_scale.is_measured and dilation is not None:
+            trainer.link_scale.set_dilation(dilation)
         restore_state(trainer, folder, info, self._group)
         trainer.step = info.step
         if self._rank == 0:

@@ -121,15 +121,6 @@ class Trainer:
         for line in self.sync.explain_dense():
             logger.warning("%s", line)
 
-    @property
-    def time_dilation(self) -> float | None:
-        """What slows the link down; None until ``auto`` has measured it. A restarted run sets what it used before."""
-        return self.link_scale.dilation
-
-    @time_dilation.setter
-    def time_dilation(self, dilation: float) -> None:
-        self.link_scale.set_dilation(dilation)
-
     def load_data_state(self, state: dict[str, Any]) -> None:
         """Go on after the batch that came with ``state``. Errors: ``UserError`` if it belongs to other data."""
         self._loader.load_state(state)

@@ -52,7 +52,7 @@ def test_auto_caps_the_link_after_the_first_steps_by_the_slowest_rank() -> None:
     assert (link.rate_bytes_per_s, link.latency_s) == (None, 0)
     assert close_steps(scale, 400) == [None]
     assert told == [0.25]  # the first step is no sample, the shortest of the others counts
-    assert scale.dilation == pytest.approx(50)
+    assert scale.dilation == pytest.approx(50) and scale.is_measured
     assert link.rate_bytes_per_s == pytest.approx(1e9 / 50)
     assert link.latency_s == pytest.approx(2e-3 * 50)
     columns = scale.close_step({"iteration_ms": 900.0})
@@ -80,6 +80,7 @@ def test_a_short_run_measures_fewer_steps_and_says_when_none_is_left(max_steps: 
 def test_what_needs_no_measurement_is_in_force_at_once(device: str, changes: dict, dilation: float) -> None:
     scale, link, told = make_scale(capped_config(**changes), device)
     assert link.rate_bytes_per_s == 1e9 / dilation
+    assert not scale.is_measured
     assert close_steps(scale, 200) == [dilation]
     assert told == []
 
