@@ -30,7 +30,7 @@ def get_console() -> Console:
 
 
 class _DropOnFailure(logging.Handler):
-    """A failed write (disk full, reader of the pipe gone) costs no traceback; a file takes the line when it has room."""
+    """A failed write (full disk, reader of the pipe gone) costs no traceback; a file takes the line when it can."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):  # a bad message is a fault in the program and stays loud

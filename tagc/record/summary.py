@@ -65,8 +65,8 @@ def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
     restart (``resumed``), rows with a fidelity diagnostic (it runs without overlap) or under the profiler, and rows
     before the link was capped (``network.time_dilation=auto`` measures in them); ``timed_steps`` says how many are
     left. Times are medians over those (``iteration_ms`` and ``scaled_iteration_ms``, measured time over dilation, with
-    the 20th and 80th percentile too), bytes and shares are means over those that have the key. ``time_dilation`` is the last row's.
-    ``tokens_per_s`` is median tokens over median iteration time. ``train_loss`` is the last row's,
+    the 20th and 80th percentile too), bytes and shares are means over those that have the key. ``time_dilation`` is the
+    last row's. ``tokens_per_s`` is median tokens over median iteration time. ``train_loss`` is the last row's,
     ``train_loss_last10`` the mean of the last ten, ``val_loss`` the last one measured. What no row holds is ``None``.
 
     Example: three rows of 10, 20 and 30 ms after the warm-up give a median of 20, _p20 of 14 and _p80 of 26.
