@@ -96,9 +96,9 @@ def _spread_residuals(trainer: Trainer, reader: dcp.FileSystemReader, old_ranks:
 
     A reduction divides the sum over ranks by their number, so what the update is still owed is the residuals' mean:
     that is what must not change. Were their plain sum kept, a run that goes from 2 to 4 ranks would apply half of what
-    it holds back, and one from 4 to 2 twice as much. All ranks get the same share because all see batches of the same kind; with the whole
-    debt on one rank, that rank would send little but old values. Thresholds, sketch sizes and decisions between
-    compressed and dense depend on the ranks and start anew.
+    it holds back, and one from 4 to 2 twice as much. All ranks get the same share because all see batches of the same
+    kind; with the whole debt on one rank, that rank would send little but old values. Thresholds, sketch sizes and
+    decisions between compressed and dense depend on the ranks and start anew.
     """
     if trainer.ranks == 1 and COMPRESSORS[trainer.config.compressor.name].state_tensors:
         logger.warning("one rank has no compressor: the residuals in the checkpoint are dropped")
