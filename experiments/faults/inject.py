@@ -24,22 +24,25 @@ from experiments.faults.training import Run, compare_ends
 COLUMNS = ("kind", "at_step", "repeated_steps", "seconds_to_next_step")
 
 
-def inject_faults(run: Run, faults: list[tuple[int, str]]) -> list[dict[str, Any]]:
-    """One row per fault, in the order of their steps."""
-    report = []
-    for step, kind in sorted(faults):
-        run.wait_for_step(step)
-        before, resumed = run.step, len(run.resumed_steps())
-        begin_s = time.monotonic()
-        KINDS[kind](run)
-        from_step = before
-        if kind in RESTARTING:
-            run.wait_for(lambda seen=resumed: len(run.resumed_steps()) > seen, f"it went on after {kind} at {step}")
-            from_step = run.resumed_steps()[-1]
-        run.wait_for_step(max(before, from_step) + 1)
-        seconds = round(time.monotonic() - begin_s, 1)
-        report.append(dict(zip(COLUMNS, (kind, before, max(0, before - from_step), seconds), strict=True)))
-    return report
+def inject_fault(run: Run, kind: str, step: int) -> dict[str, Any]:
+    """Wait for ``step``, break the run, and wait for a step that it had not made before. Returns the row."""
+    run.wait_for_step(step)
+    at_step = reached = run.step
+    resumed = len(run.resumed_steps())
+    begin_s = time.monotonic()
+    KINDS[kind](run)
+
+    def has_resumed() -> bool:
+        nonlocal reached
+        reached = max(reached, run.step)  # a fault may take some steps to show
+        return len(run.resumed_steps()) > resumed
+
+    repeated = 0
+    if kind in RESTARTING:
+        run.wait_for(has_resumed, f"it went on after {kind} at {step}")
+        repeated = max(0, reached - run.resumed_steps()[-1])
+    run.wait_for_step(reached + 1)
+    return dict(zip(COLUMNS, (kind, at_step, repeated, round(time.monotonic() - begin_s, 1)), strict=True))
 
 
 def main() -> int:
@@ -61,7 +64,7 @@ def main() -> int:
             reference.wait_for_end()
         restarts = f"cluster.max_restarts={len(faults)}"
         with Run(disk / "faults", Path(folder, "faults.txt"), [*arguments.overrides, restarts]) as run:
-            report = inject_faults(run, faults)
+            report = [inject_fault(run, kind, step) for step, kind in sorted(faults)]
             run.wait_for_end()
         result = compare_ends(run, reference)
     with arguments.out.open("w", newline="") as file:
