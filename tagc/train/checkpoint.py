@@ -153,7 +153,7 @@ class Checkpoints:
         Errors: ``UserError`` if there are checkpoints and none can be read, or the newest is of another run or model.
         """
         damages: list[str] = []
-        while (newest := self._broadcast(self._newest_name())) is not None:
+        while (newest := self._find_newest()) is not None:
             folder = files.checkpoints_dir(self.run_dir) / newest
             damage = self._find_damage(folder)
             if damage is None:
@@ -171,12 +171,10 @@ class Checkpoints:
             )
         return None
 
-    def _newest_name(self) -> str | None:
+    def _find_newest(self) -> str | None:
+        """The name that rank 0 sees."""
         found = files.list_checkpoints(self.run_dir)
-        return found[0].name if found else None
-
-    def _broadcast(self, value: T) -> T:
-        box = [value]
+        box = [found[0].name if found else None]
         dist.broadcast_object_list(box, group_src=0, group=self._group)
         return box[0]
 

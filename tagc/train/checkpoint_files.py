@@ -134,8 +134,6 @@ def commit(folder: Path, info: CheckpointInfo) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(partial)
-    if folder.exists():  # of an attempt that was set back to before this step
-        remove(folder)
     partial.rename(folder)
     _sync_folder(folder.parent)
 
