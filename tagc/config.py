@@ -135,7 +135,7 @@ class TrainerConfig:
     keep_checkpoints: int = 2  # complete checkpoints kept, the newest, >= 1
     resume: str = "auto"  # auto: continue the folder's newest checkpoint, if its run is not finished | must | never
     eval_every: int = 50  # validate every so many steps (always at the end), >= 1
-    timing_warmup_steps: int = 5  # first steps left out of iteration-time statistics, >= 0
+    timing_warmup_steps: int = 5  # first steps, also after a restart, left out of iteration times, >= 0
     profile: bool = False  # trace three steps after those on every rank, profile/rank<r>.json.gz in the run folder
 
 

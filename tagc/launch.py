@@ -87,11 +87,13 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
             data = prepare(config.data)
             with open_network(config, device) as (config, network):
                 stopped_by = _run_ranks(config, data, run_dir, worker, network)
-            if not summary_path.exists():
-                raise RankFailure(f"all ranks ended without an error, but rank 0 wrote no {summary_path}")
-            summary = load_summary(run_dir)
-            if summary["status"] == "interrupted":
+            summary = load_summary(run_dir) if summary_path.exists() else {}
+            status = summary.get("status")
+            # A stop that meets a restart: the new ranks end at once, and the summary is the failed attempt's, if any.
+            if status == "interrupted" or (stopped_by and status != "done"):
                 raise RunInterrupted(stopped_by or signal.SIGTERM)
+            if not summary:
+                raise RankFailure(f"all ranks ended without an error, but rank 0 wrote no {summary_path}")
             return summary
         except KeyboardInterrupt:
             write_failed_summary(run_dir, "interrupted", "SIGINT", config)

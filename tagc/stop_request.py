@@ -80,21 +80,25 @@ def listen_in_rank() -> Iterator[Callable[[], bool]]:
             answered.set()
         return requested
 
-    def end_unless_all_stop() -> None:
-        if not answered.is_set() and (file is None or not file.exists()):
-            os._exit(128 + signal.SIGTERM)
+    def end_unless_all_stop(read_end: int) -> None:
+        # A thread, woken by the interpreter's C handler: a Python handler waits until the main thread comes back to
+        # Python, and that may be stuck in a collective whose other end is gone.
+        with open(read_end, "rb", buffering=0) as signals:
+            while number := signals.read(1):
+                is_alone = number[0] == signal.SIGTERM and not answered.wait(_LONE_SIGTERM_S)
+                if is_alone and (file is None or not file.exists()):
+                    os._exit(128 + signal.SIGTERM)
 
-    def receive(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGTERM and not received:
-            # A thread: the main one may be stuck in a collective whose other end is gone.
-            timer = threading.Timer(_LONE_SIGTERM_S, end_unless_all_stop)
-            timer.daemon = True
-            timer.start()
-        received.append(signum)
-
-    saved = {number: signal.signal(number, receive) for number in SIGNALS}
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    threading.Thread(target=end_unless_all_stop, args=(read_end,), name="stop-request", daemon=True).start()
+    saved = {number: signal.signal(number, lambda signum, frame: received.append(signum)) for number in SIGNALS}
+    saved_wakeup = signal.set_wakeup_fd(write_end)
     try:
         yield is_requested
     finally:
+        answered.set()
+        signal.set_wakeup_fd(saved_wakeup)
+        os.close(write_end)
         for number, handler in saved.items():
             signal.signal(number, handler)

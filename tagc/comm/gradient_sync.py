@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from types import ModuleType
 
@@ -87,7 +88,8 @@ class GradientSync:
         if config.trainer.overlap and device.type == "cpu":
             _check_dtypes(units)
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradient-exchange")
-            self._thread_group = dist.new_group()  # the parameter all-gathers go on in the world's group meanwhile
+            # The parameter all-gathers go on in the world's group meanwhile; a new group does not inherit its timeout.
+            self._thread_group = dist.new_group(timeout=timedelta(seconds=config.cluster.timeout_s))
         all_gather = ParameterAllGather(exchange, stopwatch)
         for (_, module), bucket in zip(units, self.buckets, strict=True):
             numel = sum(slot.numel for slot in bucket.slots)

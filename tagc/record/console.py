@@ -30,12 +30,10 @@ def get_console() -> Console:
 
 
 class _DropOnFailure(logging.Handler):
-    """After a failed write (disk full, reader of the pipe gone) the handler falls silent: no traceback per line."""
+    """A failed write (full disk, reader of the pipe gone) costs no traceback; a file takes the line when it can."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if isinstance(sys.exc_info()[1], OSError):
-            self.setLevel(logging.CRITICAL + 1)  # not removed: the logger is walking through its list of handlers
-        else:  # a bad message is a fault in the program and stays loud
+        if not isinstance(sys.exc_info()[1], OSError):  # a bad message is a fault in the program and stays loud
             super().handleError(record)
 
 

@@ -25,6 +25,7 @@ from tagc.record.files import write_text_atomic
 from tagc.record.wandb_mirror import resolve_mode
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "hydra-core", "tagc")
+START_KEYS = ("started_at", "hostname", "git_commit", "git_dirty")
 SOURCE_DIR = Path(tagc.__file__).resolve().parent
 
 
@@ -122,15 +123,16 @@ def build_manifest(config: Config, *, kernels: str, device: str, extra: dict[str
 def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Write ``manifest.json`` and return what was written.
 
-    In a folder that holds a manifest already (a resumed run) the W&B run id stays the first one's, and the earlier
-    start times move to ``earlier_starts``. Errors: ``UserError`` when the folder cannot be written.
+    In a folder that holds a manifest already (a resumed run) the W&B run id stays the first one's, and when, where and
+    by which code the run was started before moves to ``earlier_starts``.
+    Errors: ``UserError`` when the folder cannot be written.
     """
     path = Path(run_dir) / "manifest.json"
     earlier = _load_manifest(path)
     if earlier is not None:
         starts = list(earlier.get("earlier_starts", []))
         if earlier.get("started_at") not in (None, manifest.get("started_at")):
-            starts.append(earlier["started_at"])
+            starts.append({key: earlier.get(key) for key in START_KEYS})
         kept_id = earlier.get("wandb_run_id") or manifest.get("wandb_run_id")
         manifest = manifest | {"wandb_run_id": kept_id, "earlier_starts": starts}
     write_text_atomic(path, json.dumps(manifest, indent=2, default=str) + "\n")

@@ -75,8 +75,12 @@ class Recorder(NullRecorder):
         self._summary: dict[str, Any] | None = None
 
     def _drop_rows_after(self, step: int) -> None:
-        if self._metrics_path.exists():
-            rewrite_rows(self._metrics_path, [row for row in load_rows(self._metrics_path) if row["step"] <= step])
+        rows = load_rows(self._metrics_path) if self._metrics_path.exists() else []
+        kept = [row for row in rows if row["step"] <= step]
+        if len(kept) < step:  # the machine went down before they were on the disk, or the disk was full
+            logger.warning("%s lacks %d of the %d steps before", self._metrics_path, step - len(kept), step)
+        if rows:
+            rewrite_rows(self._metrics_path, kept)
         with explain_write_errors(self.run_dir):  # its status is no longer true
             (self.run_dir / "summary.json").unlink(missing_ok=True)
 

@@ -36,7 +36,7 @@ def _numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 
 def _is_timed(row: dict[str, Any]) -> bool:
-    return not {"fidelity_cosine", "profiled"} & row.keys() and row.get("time_dilation", 1.0) is not None
+    return not {"fidelity_cosine", "profiled", "resumed"} & row.keys() and row.get("time_dilation", 1.0) is not None
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -61,12 +61,12 @@ def _tokens_per_s(timed: Sequence[dict[str, Any]]) -> float | None:
 def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
     """The numbers of ``summary.json`` without ``status``.
 
-    Left out of every time, byte count and share: the first ``trainer.timing_warmup_steps`` rows, rows with a fidelity
-    diagnostic (it runs without overlap) or under the profiler, and rows before the link was capped
-    (``network.time_dilation=auto`` measures in them); ``timed_steps`` says how many rows are left. Times are medians
-    over those (``iteration_ms`` and ``scaled_iteration_ms``, measured time over dilation, with the 20th and 80th
-    percentile too), bytes and shares are means over those that have the key. ``time_dilation`` is the last row's.
-    ``tokens_per_s`` is median tokens over median iteration time. ``train_loss`` is the last row's,
+    Left out of every time, byte count and share: the first ``trainer.timing_warmup_steps`` rows, as many after each
+    restart (``resumed``), rows with a fidelity diagnostic (it runs without overlap) or under the profiler, and rows
+    before the link was capped (``network.time_dilation=auto`` measures in them); ``timed_steps`` says how many are
+    left. Times are medians over those (``iteration_ms`` and ``scaled_iteration_ms``, measured time over dilation, with
+    the 20th and 80th percentile too), bytes and shares are means over those that have the key. ``time_dilation`` is the
+    last row's. ``tokens_per_s`` is median tokens over median iteration time. ``train_loss`` is the last row's,
     ``train_loss_last10`` the mean of the last ten, ``val_loss`` the last one measured. What no row holds is ``None``.
 
     Example: three rows of 10, 20 and 30 ms after the warm-up give a median of 20, _p20 of 14 and _p80 of 26.

@@ -10,12 +10,11 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tagc.config import Config, to_dict
+from tagc.config import Config, flatten, to_dict
 
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 60.0  # for the upload at the end; offline takes milliseconds
@@ -36,19 +35,6 @@ def resolve_mode(wanted: str) -> str:
     if wanted == "auto":
         return "online" if os.environ.get("WANDB_API_KEY") else "offline"
     return wanted
-
-
-def flatten_config(config: Config) -> dict[str, Any]:
-    """The configuration as one flat dict with dotted keys (``compressor.sparsity``), as on the command line."""
-
-    def walk(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in node.items():
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    return dict(walk(to_dict(config), ""))
 
 
 def _name_run(config: Config) -> str:
@@ -130,7 +116,7 @@ class WandbMirror:
             group=logging_.wandb_group or options.experiment,
             tags=list(logging_.wandb_tags),
             name=_name_run(options),
-            config=flatten_config(options),
+            config=flatten(to_dict(options)),
             id=self._run_id,
             resume="allow",
             settings=settings,

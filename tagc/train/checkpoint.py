@@ -201,9 +201,8 @@ class Checkpoints:
                 f"torch {torch.__version__}, {info.torch} in the checkpoint: the numbers may differ in rounding"
             )
         trainer.load_data_state(info.data)
-        is_same_scale = info.config["network"]["reference_gpu"] == self._config.network.reference_gpu
-        if is_same_scale and info.ranks == self._ranks:
-            trainer.link_scale.take_over(info.time_dilation)  # measured once per run, so that its rows can be compared
+        # Measured once per run, so that its rows can be compared.
+        trainer.link_scale.take_over(files.dilation_to_keep(info, self._config))
         restore_state(trainer, folder, info, self._group)
         trainer.step = info.step
         if self._rank == 0:

@@ -54,7 +54,7 @@ class CheckpointInfo:
     config: dict[str, Any]
     parameters: dict[str, list[int]]  # name -> full shape
     data: dict[str, Any]  # the loader's state
-    time_dilation: float | None = None  # what `auto` has measured
+    time_dilation: float | None = None  # what `auto` has measured; None: nothing yet, or it had no need to
     files: dict[str, list[int]] = field(default_factory=dict)  # name -> bytes, CRC-32
     format: int = FORMAT
 
@@ -134,8 +134,6 @@ def commit(folder: Path, info: CheckpointInfo) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(partial)
-    if folder.exists():  # of an attempt that was set back to before this step
-        remove(folder)
     partial.rename(folder)
     _sync_folder(folder.parent)
 
@@ -166,6 +164,12 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def dilation_to_keep(info: CheckpointInfo, config: Config) -> float | None:
+    """The time dilation that was measured once for all rows of the run; None if ``config`` must measure anew."""
+    is_same = info.config["network"]["reference_gpu"] == config.network.reference_gpu
+    return info.time_dilation if is_same and info.ranks == config.cluster.ranks else None
 
 
 def _matches(key: str, patterns: Iterable[str]) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tagc.comm.buckets import build_bucket
+from tagc.compressors import COMPRESSORS
 from tagc.train.checkpoint_files import CheckpointInfo
 from tagc.train.parallel import unit_parameter_names
 
@@ -94,11 +95,12 @@ def _spread_residuals(trainer: Trainer, reader: dcp.FileSystemReader, old_ranks:
     """Give every rank the mean of the old ranks' residuals, parameter by parameter.
 
     A reduction divides the sum over ranks by their number, so what the update is still owed is the residuals' mean:
-    that is what must not change. All ranks get the same share because all see batches of the same kind; with the whole
-    debt on one rank, that rank would send little but old values. Thresholds, sketch sizes and decisions between
-    compressed and dense depend on the ranks and start anew.
+    that is what must not change. Were their plain sum kept, a run that goes from 2 to 4 ranks would apply half of what
+    it holds back, and one from 4 to 2 twice as much. All ranks get the same share because all see batches of the same
+    kind; with the whole debt on one rank, that rank would send little but old values. Thresholds, sketch sizes and
+    decisions between compressed and dense depend on the ranks and start anew.
     """
-    if trainer.ranks == 1 and old_ranks > 1:
+    if trainer.ranks == 1 and COMPRESSORS[trainer.config.compressor.name].state_tensors:
         logger.warning("one rank has no compressor: the residuals in the checkpoint are dropped")
     parameters = unit_parameter_names(trainer.model, trainer.units)
     for bucket in trainer.sync.buckets:

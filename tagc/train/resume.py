@@ -42,6 +42,7 @@ def prepare_start(run_dir: Path, config: Config) -> None:
             break
         except DamagedCheckpoint:
             continue  # the ranks take the one before and say so
+    (run_dir / "summary.json").unlink(missing_ok=True)  # its status is no longer true
 
 
 def _is_finished(run_dir: Path, config: Config) -> bool:

@@ -130,9 +130,11 @@ class Trainer:
 
         Errors: ``UserError`` on every rank when a gradient is NaN or Inf.
         """
-        settings = self.config.trainer
-        for step in range(self.step, settings.max_steps):
+        settings, first = self.config.trainer, self.step
+        for step in range(first, settings.max_steps):
             row = profiler.run(self.train_step, step)
+            if first and step < first + settings.timing_warmup_steps:
+                row["resumed"] = True  # this process warms up again
             if (step + 1) % settings.eval_every == 0 or step + 1 == settings.max_steps:
                 row["val_loss"] = self.validate()
             if checkpoints is not None:

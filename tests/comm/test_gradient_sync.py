@@ -187,6 +187,20 @@ def test_a_second_reduction_in_a_step_is_an_error():
     run_ranks(reduce_twice, 2)
 
 
+def miss_a_peer(rank):
+    config = tiny_config("fsdp")
+    config.cluster.timeout_s = 1.0
+    run = TinyRun(config)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            dist.all_reduce(torch.zeros(1), group=run.sync._thread_group)
+    dist.barrier()  # the other rank lives, it only did not come
+
+
+def test_the_communication_thread_waits_no_longer_than_the_run_s_timeout():
+    run_ranks(miss_a_peer, 2, timeout_s=20)
+
+
 def test_clipping_uses_the_norm_over_all_ranks():
     results = run_ranks(train, 2, tiny_config("tagc"))
     for result in results:

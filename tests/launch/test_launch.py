@@ -15,7 +15,7 @@ import pytest
 import tagc.data
 from tagc.config import Config
 from tagc.errors import UserError
-from tagc.launch import launch
+from tagc.launch import RunInterrupted, launch
 from tagc.rank_errors import RankFailure
 from tests.launch import workers
 
@@ -167,6 +167,15 @@ def test_a_folder_in_use_is_refused_and_sigterm_ends_the_ranks(tmp_path: Path) -
         launch(_make_config(), tmp_path, workers.sum_ranks)
     run.terminate()
     _check_interrupted(run, tmp_path, signal.SIGTERM, pids)
+
+
+def test_a_stop_that_meets_a_restart_is_an_interruption(tmp_path: Path) -> None:
+    config = _make_config(ranks=1)
+    config.cluster.max_restarts = 1
+    with pytest.raises(RunInterrupted) as stop:
+        launch(config, tmp_path, workers.fail_while_the_launcher_is_stopped)
+    assert stop.value.signal == signal.SIGTERM
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
 
 
 def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:

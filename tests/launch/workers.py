@@ -69,6 +69,13 @@ def kill_rank_1(config: Config, data: Any, run_dir: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def fail_while_the_launcher_is_stopped(config: Config, data: Any, run_dir: str) -> None:
+    """SIGTERM reaches the launcher just before the only rank fails and leaves a summary that says so."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    Path(run_dir, "summary.json").write_text('{"status": "failed"}')
+    os._exit(1)
+
+
 def exit_rank_1(config: Config, data: Any, run_dir: str) -> None:
     """Rank 1 leaves without an exception."""
     if _rank() == 1:

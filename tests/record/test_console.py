@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,20 @@ def test_a_full_disk_costs_the_log_file_no_traceback(tmp_path: Path, capsys) -> 
     captured = capsys.readouterr()
     assert captured.out == "first\nsecond\n"
     assert "Traceback" not in captured.err
+
+
+def test_the_log_file_goes_on_when_the_disk_has_room_again(tmp_path: Path) -> None:
+    logger = setup_logging(tmp_path, rank=0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    logger.error("no checkpoint was saved")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "log.txt").read_text() == ""
+    logger.info("saved again")
+    assert [line.split(" ", 3)[3] for line in (tmp_path / "log.txt").read_text().splitlines()] == [
+        "no checkpoint was saved",
+        "saved again",
+    ]
 
 
 @pytest.fixture

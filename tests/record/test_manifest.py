@@ -79,7 +79,8 @@ def test_a_resumed_run_keeps_its_wandb_id(config, tmp_path: Path) -> None:
     assert first["wandb_run_id"] and first["wandb_run_id"] != again["wandb_run_id"]
     second = write_manifest(tmp_path, again)
     assert second["wandb_run_id"] == first["wandb_run_id"]
-    assert second["earlier_starts"] == [first["started_at"]]
+    keys = ("started_at", "hostname", "git_commit", "git_dirty")
+    assert second["earlier_starts"] == [{key: first[key] for key in keys}]
     assert json.loads((tmp_path / "manifest.json").read_text()) == second
     assert write_manifest(tmp_path, second) == second  # writing twice is no restart
 

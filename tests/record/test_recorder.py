@@ -94,7 +94,14 @@ def test_a_resumed_record_continues_after_the_step(open_recorder, make_row, tmp_
     rows = load_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["train_loss"]) for row in rows] == [(s, 1.0 if s <= 3 else 2.0) for s in range(1, 8)]
     assert load_summary(tmp_path)["steps"] == 7
-    assert resumed.manifest["earlier_starts"] == [first.manifest["started_at"]]
+    assert [start["started_at"] for start in resumed.manifest["earlier_starts"]] == [first.manifest["started_at"]]
+
+
+def test_rows_that_are_missing_before_a_restart_are_told(open_recorder, make_row, tmp_path: Path, caplog) -> None:
+    with open_recorder(tmp_path) as recorder:
+        recorder.step(make_row(1))
+    with open_recorder(tmp_path, resume_step=3):
+        assert "metrics.jsonl lacks 2 of the 3 steps before" in caplog.text
 
 
 def test_the_null_recorder_has_the_same_interface(make_row) -> None:

@@ -31,7 +31,7 @@ def test_steps_before_the_link_was_capped_are_not_timed(config, make_row) -> Non
     assert summarise(rows[:2], config)["time_dilation"] is None
 
 
-@pytest.mark.parametrize("mark", [{"fidelity_cosine": 0.9}, {"profiled": True}])
+@pytest.mark.parametrize("mark", [{"fidelity_cosine": 0.9}, {"profiled": True}, {"resumed": True}])
 def test_steps_that_ran_otherwise_are_not_timed(config, make_row, mark) -> None:
     rows = [make_row(i, iteration_ms=10.0) for i in range(1, 6)] + [make_row(6, iteration_ms=99.0) | mark]
     summary = summarise(rows, config)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tagc.record import Recorder, build_manifest
-from tagc.record.wandb_mirror import WandbMirror, flatten_config, resolve_mode
+from tagc.record.wandb_mirror import WandbMirror, resolve_mode
 
 
 def read_offline_run(path: Path) -> list:
@@ -170,10 +170,3 @@ def test_the_mode(monkeypatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     assert resolve_mode("auto") == "online"
     assert [resolve_mode(mode) for mode in ("online", "offline", "disabled")] == ["online", "offline", "disabled"]
-
-
-def test_the_flat_configuration(config) -> None:
-    flat = flatten_config(config)
-    assert flat["trainer.max_steps"] == 10
-    assert flat["seed"] == 0
-    assert not any(isinstance(value, dict) for value in flat.values())

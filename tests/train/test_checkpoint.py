@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if not key.endswith("_ms")} for row in rows]
+    return [{k: value for k, value in row.items() if not k.endswith("_ms") and k != "resumed"} for row in rows]
 
 
 def continue_every_case(rank: int, data: DataInfo, folder: str) -> list[str]:
@@ -38,6 +38,7 @@ def continue_every_case(rank: int, data: DataInfo, folder: str) -> list[str]:
             fresh = build_trainer(config, data)
             assert checkpoints.restore_newest(fresh) == 3
             rows = train_until(fresh, 5)
+            assert all(row["resumed"] for row in rows)
         if without_times(rows) != without_times(expected):
             differences.append(f"{case}: rows")
         left, right = fingerprint(fresh), fingerprint(whole)

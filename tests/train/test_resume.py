@@ -11,7 +11,7 @@ import torch
 
 from tagc.config import Config, to_dict
 from tagc.errors import UserError
-from tagc.train.checkpoint_files import CheckpointInfo, list_checkpoints, step_dir
+from tagc.train.checkpoint_files import CheckpointInfo, dilation_to_keep, list_checkpoints, step_dir
 from tagc.train.resume import prepare_start
 
 
@@ -43,6 +43,7 @@ def test_what_is_continued_and_what_set_aside(tmp_path: Path, resume, step, stat
     prepare_start(tmp_path, config)
     assert len(list_checkpoints(tmp_path)) == continues
     assert (tmp_path / "earlier" / "1" / "checkpoints").exists() is not continues
+    assert not (tmp_path / "summary.json").exists()  # nobody takes the old status for this run's
 
 
 def test_another_configuration_is_refused_with_the_keys(tmp_path: Path) -> None:
@@ -54,6 +55,16 @@ def test_another_configuration_is_refused_with_the_keys(tmp_path: Path) -> None:
     for part in ("model.width=96, 192 in", "compressor.sparsity=0.9, 0.8 in", "trainer.resume=never", "hydra.run.dir"):
         assert part in str(refused.value)
     assert "eval_every" not in str(refused.value) and len(list_checkpoints(tmp_path)) == 1
+
+
+def test_a_measured_dilation_holds_for_the_same_ranks_and_reference() -> None:
+    config = Config()
+    info = CheckpointInfo(10, config.cluster.ranks, torch.__version__, to_dict(config), {}, {}, time_dilation=170.0)
+    assert dilation_to_keep(info, config) == 170
+    config.cluster.ranks = 4  # share the same cores
+    assert dilation_to_keep(info, config) is None
+    config.cluster.ranks, config.network.reference_gpu = info.ranks, "h100"
+    assert dilation_to_keep(info, config) is None
 
 
 def test_must_without_anything_to_continue(tmp_path: Path) -> None:
