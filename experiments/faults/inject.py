@@ -2,6 +2,7 @@
 
     python -m experiments.faults.inject --faults 12:kill,24:damage,36:requeue --out faults.csv \
         trainer.max_steps=60 trainer.checkpoint_every=5
+    python -m experiments.faults.inject @experiments/faults/soak.args --out experiments/faults/soak.csv
 
 Kinds: see experiments/faults/kinds.py. The overrides are run.py's.
 """
@@ -47,7 +48,9 @@ def inject_fault(run: Run, kind: str, step: int) -> dict[str, Any]:
 
 def main() -> int:
     """Run twice, print the comparison, write the rows; returns 0 if nothing differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars="@"
+    )
     parser.add_argument("--faults", required=True, help="STEP:KIND,...; kinds: " + ", ".join(KINDS))
     parser.add_argument("--out", type=Path, required=True, help="CSV of the faults")
     parser.add_argument("overrides", nargs="*", help="of run.py, with a small trainer.checkpoint_every")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -23,5 +24,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # A shell starts what it puts in the background with SIGINT ignored, and these tests may be there.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     tagc.data.prepare = lambda config: config.name
     sys.exit(cli.run(main))
