@@ -19,7 +19,7 @@ def profile_steps(rank: int, folder: str, overlap: bool, steps: int) -> list[boo
     config = tiny_config("tagc")
     config.logging.fidelity_every, config.trainer.overlap = 0, overlap
     run = TinyRun(config)
-    run.exchange.link.set_rate(1e7)  # a bucket takes milliseconds
+    run.exchange.link.set_rate(1e6)  # a bucket takes tens of milliseconds: long beside backward, whatever else runs
 
     def train_step(step: int) -> dict[str, float]:
         loss = run.backward(step)
