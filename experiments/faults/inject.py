@@ -2,9 +2,8 @@
 
     python -m experiments.faults.inject --faults 12:kill,24:damage,36:requeue --out faults.csv \
         trainer.max_steps=60 trainer.checkpoint_every=5
-    python -m experiments.faults.inject @experiments/faults/soak.args --out experiments/faults/soak.csv
 
-Kinds: see experiments/faults/kinds.py. The overrides are run.py's.
+Kinds: see experiments/faults/kinds.py. The overrides are run.py's. The first fault comes after a first checkpoint.
 """
 
 from __future__ import annotations
