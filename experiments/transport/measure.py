@@ -43,7 +43,7 @@ def configure(rate_mbps: float) -> Config:
         model=ModelConfig(context=32),
         compressor=CompressorConfig(name="fsdp"),
         bandwidth=BandwidthConfig(f"{rate_mbps:g}mbps", rate_mbps),
-        network=NetworkConfig("namespaces"),
+        network=NetworkConfig("namespaces", time_dilation=1),
         trainer=TrainerConfig(global_batch=4),
     )
 

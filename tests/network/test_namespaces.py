@@ -91,7 +91,7 @@ def test_both_directions_are_capped_and_nothing_is_left(monkeypatch):
 @pytest.mark.usefixtures("_namespaces")
 def test_all_bytes_of_a_training_run_pass_the_interface(tmp_path, monkeypatch):
     monkeypatch.setattr(tagc.data, "prepare", lambda config: "none")
-    config = Config(network=NetworkConfig("namespaces"), bandwidth=BandwidthConfig("200mbps", 200.0))
+    config = Config(network=NetworkConfig("namespaces", time_dilation=1), bandwidth=BandwidthConfig("200mbps", 200.0))
     summary = launch(config, tmp_path, workers.train_in_namespaces)
     assert summary["inside"] != summary["outside"] == os.readlink("/proc/self/ns/net")
     counted, sent, received = (sum(column) for column in zip(*summary["rows"], strict=True))
