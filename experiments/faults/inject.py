@@ -3,7 +3,9 @@
     python -m experiments.faults.inject --faults 12:kill,24:damage,36:requeue --out faults.csv \
         trainer.max_steps=60 trainer.checkpoint_every=5
 
-Kinds: see experiments/faults/kinds.py. The overrides are run.py's. The first fault comes after a first checkpoint.
+    python -m experiments.faults.inject @experiments/faults/soak.args --out experiments/faults/soak.csv
+
+Kinds: see experiments/faults/kinds.py. The overrides are run.py's. A fault waits for a checkpoint to go back to.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 from experiments.faults.kinds import KINDS, RESTARTING, small_disk
 from experiments.faults.training import Run, compare_ends
+from tagc.train.checkpoint_files import list_checkpoints
 
 COLUMNS = ("kind", "at_step", "repeated_steps", "seconds_to_next_step")
 
@@ -27,6 +30,7 @@ COLUMNS = ("kind", "at_step", "repeated_steps", "seconds_to_next_step")
 def inject_fault(run: Run, kind: str, step: int) -> dict[str, Any]:
     """Wait for ``step``, break the run, and wait for a step that it had not made before. Returns the row."""
     run.wait_for_step(step)
+    run.wait_for(lambda: list_checkpoints(run.run_dir), "its first checkpoint")
     at_step = reached = run.step
     resumed = len(run.resumed_steps())
     begin_s = time.monotonic()
