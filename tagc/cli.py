@@ -20,6 +20,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from tagc.array_launcher import register_launcher
 from tagc.cli_errors import check_keys, explain
 from tagc.config import Config, from_omegaconf
 from tagc.errors import UserError
@@ -29,8 +30,12 @@ CONF_DIR = Path(__file__).parent.parent / "conf"
 
 
 def register_schema() -> None:
-    """Make the schema known to Hydra as ``base_config``, so that it types what the files and overrides set."""
+    """Make the schema known to Hydra as ``base_config``, so that it types what the files and overrides set.
+
+    And the launcher of ``cluster=slurm``.
+    """
     ConfigStore.instance().store(name="base_config", node=Config)
+    register_launcher()
 
 
 def to_config(composed: DictConfig) -> Config:
