@@ -1,8 +1,9 @@
 """``cluster=slurm``: the points of a sweep as one SLURM array, through submitit.
 
 Submitit writes the batch script, carries the point to the job and brings the result back. What is different here: the
-request is checked before it is submitted; a run that was told to stop saves first, and the script puts its job back into
-the queue (``slurm/requeue.sh``, as in ``slurm/*.sbatch``); and the end of an array is seen without an accounting database.
+request is checked before it is submitted; a run that was told to stop saves first, then the script puts its job back
+into the queue (``slurm/requeue.sh``, as in ``slurm/*.sbatch``); the end of an array is seen without an accounting
+database.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ class ArrayLauncher(SlurmLauncher):  # type: ignore[misc]
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         ]
         executor = self._make_executor(max(_read_ranks(job_overrides, self.config.cluster.ranks)))
-        jobs = [executor.submit(self, *points[0])] if len(points) == 1 else executor.map_array(self, *zip(*points))
+        jobs = (
+            [executor.submit(self, *points[0])]
+            if len(points) == 1
+            else executor.map_array(self, *zip(*points, strict=True))
+        )
         array_id = jobs[0].job_id.split("_")[0]
         for job, overrides in zip(jobs, job_overrides, strict=True):
             log.info("task %s: %s; log: %s", job.job_id, " ".join(filter_overrides(overrides)), job.paths.stdout)
@@ -73,7 +78,9 @@ class ArrayLauncher(SlurmLauncher):  # type: ignore[misc]
 
     def _make_executor(self, ranks: int) -> Any:
         """Submitit's, with this launcher's settings; ``ranks``: of the largest point."""
-        os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # submitit reads it when it is imported: what the ranks listen to
+        os.environ["SUBMITIT_PREEMPT_SIGNAL"] = (
+            "USR1"  # submitit reads it when it is imported: what the ranks listen to
+        )
         import submitit
 
         cluster = self.config.cluster
@@ -119,7 +126,8 @@ def check_same_request(job_overrides: Sequence[Sequence[str]]) -> None:
         values = {str(request.get(key)) for request in requests}
         if len(values) > 1 and key.removeprefix("cluster.") not in _SWEPT_FREELY:
             raise UserError(
-                f"{key}={','.join(sorted(values))}: all tasks of a SLURM array ask for the same; submit one sweep per value"
+                f"{key}={','.join(sorted(values))}: all tasks of a SLURM array ask for the same; submit one sweep for "
+                "each value"
             )
 
 

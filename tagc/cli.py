@@ -62,7 +62,8 @@ def launch_job(config: Config) -> None:
     """Run ``config`` in the folder that Hydra made for this job, and print the run's table."""
     with _log_lines_shown():
         summary = launch(config, Path(HydraConfig.get().runtime.output_dir))
-    _print_table([summary])
+    if summary:  # on a run's other nodes there is none
+        _print_table([summary])
 
 
 @contextlib.contextmanager

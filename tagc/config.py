@@ -276,7 +276,9 @@ def _check_nodes(cluster: ClusterConfig, network: NetworkConfig) -> None:
     if ranks % nodes:
         below, above = ranks // nodes * nodes, -(-ranks // nodes) * nodes
         choices = " or ".join(str(count) for count in (below, above) if count)
-        raise UserError(f"cluster.ranks={ranks} is not a multiple of cluster.nodes={nodes}; try cluster.ranks={choices}")
+        raise UserError(
+            f"cluster.ranks={ranks} is not a multiple of cluster.nodes={nodes}; try cluster.ranks={choices}"
+        )
     if gpus is not None and gpus * nodes != ranks:
         raise UserError(
             f"cluster.gpus_per_node={gpus} on cluster.nodes={nodes} are {gpus * nodes} GPUs for cluster.ranks={ranks}; "

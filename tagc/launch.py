@@ -1,7 +1,8 @@
 """Start the ranks of one run and wait for them.
 
-Each machine of a run has its launcher. The launcher prepares the data once, decides the run folder, starts ``cluster.ranks`` processes through torch elastic
-(the engine behind torchrun) and turns whatever goes wrong into one readable error. It never trains itself.
+Each machine of a run has its launcher. On the first, usually the only one, it prepares the data and decides the run
+folder (tagc/nodes.py); all of them start their share of ``cluster.ranks`` processes through torch elastic (the engine
+behind torchrun) and turn whatever goes wrong into one readable error. A launcher never trains itself.
 The parts below are imported when a run starts: they bring torch, and help, completion and bad input need not wait.
 """
 
@@ -20,6 +21,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -63,7 +65,7 @@ class RunInterrupted(SystemExit):
 
 
 def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[str, Any]:
-    """Run ``config`` in ``run_dir`` and return what its rank 0 wrote to ``summary.json``.
+    """Run ``config`` in ``run_dir`` and return what its rank 0 wrote to ``summary.json`` (on other nodes nothing).
 
     ``worker`` is a module-level function, :func:`tagc.train.worker.run_worker` by default. Must be called from the
     main thread, because it handles signals. A run that fails leaves a ``summary.json`` with its status and error.
@@ -108,11 +110,12 @@ def _lead(config: Config, run_dir: Path, worker: Worker | None, nodes: Nodes) ->
 
 
 def _follow(config: Config, worker: Worker | None, nodes: Nodes) -> dict[str, Any]:
-    """On the other nodes: ranks only. Writes nothing; returns what the first node's rank 0 wrote."""
+    """On the other nodes: ranks only. Writes nothing and returns nothing: the first node tells how the run ended."""
     start = nodes.wait_for_start()
     run_dir = Path(start["run_dir"])
     try:
-        return _read_outcome(run_dir, _start_here(config, run_dir, start["report_dir"], worker, nodes))
+        _read_outcome(run_dir, _start_here(config, run_dir, start["report_dir"], worker, nodes))
+        return {}
     except RunInterrupted as stop:
         raise RunInterrupted(stop.signal, run_dir) from None
 
@@ -220,6 +223,18 @@ def _keep_sigint_from_ranks() -> Iterator[None]:
         done.set()
 
 
+def _shield_resource_tracker() -> None:
+    """Start multiprocessing's helper so that it outlives SIGUSR1, which SLURM sends to every process of a step.
+
+    It inherits the signals that are blocked while it is started; SIGINT and SIGTERM it ignores by itself.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _threads_per_rank(config: Config) -> int:
     return config.cluster.threads_per_rank or max(1, count_cores() // config.cluster.ranks_per_node)
 
@@ -259,6 +274,7 @@ def _run_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
+    _shield_resource_tracker()
     with _rank_environment(config, report_dir, network):
         try:
             with _keep_sigint_from_ranks(), forward_to_ranks(report_dir, config.cluster.grace_s, _interrupt) as stop:

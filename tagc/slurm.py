@@ -21,7 +21,17 @@ _REMEDIES = (  # sbatch's words, the keys to look at
     ("qos", "hydra.launcher.qos"),
     ("time limit", "cluster.time"),
 )
-ENDED = {"CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "PREEMPTED"}
+ENDED = {
+    "CANCELLED",
+    "COMPLETED",
+    "FAILED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+}
 
 
 def _call(*command: str) -> subprocess.CompletedProcess[str]:
@@ -47,8 +57,8 @@ def check_submission(params: Mapping[str, Any], tasks: int) -> None:
     sizes = re.search(r"^MaxArraySize\s*=\s*(\d+)", _ask("scontrol", "show", "config"), re.MULTILINE)
     if sizes and tasks > int(sizes[1]):
         raise UserError(
-            f"the sweep has {tasks} points to run, but an array of this cluster at most {sizes[1]} tasks (MaxArraySize); "
-            "sweep over fewer values at once: points that are done are skipped"
+            f"the sweep has {tasks} points to run, but an array of this cluster at most {sizes[1]} tasks "
+            "(MaxArraySize); sweep over fewer values at once: points that are done are skipped"
         )
     options = [f"--{name.replace('_', '-')}={params[name]}" for name in _OPTIONS if params.get(name) is not None]
     options += [f"--mem={params['mem_gb']}G"] if params.get("mem_gb") else []
@@ -56,7 +66,7 @@ def check_submission(params: Mapping[str, Any], tasks: int) -> None:
     tested = _call("sbatch", *request, "--output=/dev/null", "--wrap=true")
     if tested.returncode:
         said = tested.stderr.strip().splitlines()[-1]
-        keys = next((keys for words, keys in _REMEDIES if words in said.lower()), "the keys of cluster and hydra.launcher")
+        keys = next((keys for words, keys in _REMEDIES if words in said.lower()), "the keys of cluster")
         raise UserError(f"SLURM would not take {' '.join(options)}: {said}; see {keys}")
 
 
@@ -76,8 +86,8 @@ def _check_partition(params: Mapping[str, Any]) -> None:
     limit_min = _read_minutes(mine[0][2])
     if limit_min is not None and params["timeout_min"] > limit_min:
         raise UserError(
-            f"cluster.time={params['timeout_min']} minutes is more than cluster.partition={wanted} allows; set "
-            f"cluster.time={limit_min} or less: a run that is not finished by then goes back into the queue and continues"
+            f"cluster.time={params['timeout_min']} minutes is more than cluster.partition={wanted} allows; "
+            f"set cluster.time={limit_min} or less: what is not finished by then goes back into the queue and continues"
         )
     nodes = sum(int(row[3]) for row in mine)
     if params["nodes"] > nodes:
@@ -98,7 +108,10 @@ def _read_minutes(limit: str) -> int | None:
 
 
 def read_states(array_id: str) -> dict[str, str]:
-    """The state of each task (``<array>_<index>``, a lone job's number) that SLURM still remembers; empty when it has forgotten the array."""
+    """The state of each task that SLURM remembers, by ``<array>_<index>``; of a lone job by its number.
+
+    Empty when SLURM has forgotten the array. Errors: ``UserError`` when it does not answer.
+    """
     done = _call("squeue", "--noheader", "--array", "--states=all", f"--jobs={array_id}", "--format=%F_%K %T")
     if done.returncode and "invalid job id" not in done.stderr.lower():
         raise UserError(f"squeue does not answer: {done.stderr.strip()}")

@@ -11,7 +11,16 @@ from tests.policy.sources import MODULES, imported_modules, imports_of, module_n
 
 CHAIN = ["codec", "kernels", "compressors", "comm", "train"]  # each may import those before it
 SIDE = ["model", "data", "network", "record"]  # know nothing of train
-GLUE = ["launch", "cli", "cli_errors", "rank_errors", "restarts", "nodes", "slurm", "array_launcher"]  # between run.py and the parts; nobody imports them
+GLUE = [
+    "launch",
+    "cli",
+    "cli_errors",
+    "rank_errors",
+    "restarts",
+    "nodes",
+    "slurm",
+    "array_launcher",
+]  # between run.py and the parts; nobody imports them
 KNOWS_HYDRA = ["tagc.config", "tagc.cli", "tagc.cli_errors", "tagc.array_launcher"]
 
 

@@ -1,15 +1,17 @@
 """A SLURM of one node for tests: munged, slurmctld and slurmd from the system's packages, in a folder of their own.
 
-Its ports, sockets, keys, state and configuration are its own, so a SLURM that the machine belongs to is neither asked nor
-touched; only the three processes that :class:`Slurm` started are ended.
+Its ports, sockets, keys, state and configuration are its own, so a SLURM that the machine belongs to is neither asked
+nor touched; only the three processes that :class:`Slurm` started are ended.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,7 +32,7 @@ SlurmdPidFile={folder}/slurmd.pid
 AuthType=auth/munge
 CredType=cred/munge
 # A requeued job waits for as long as its credential lives: 120 s by default.
-AuthInfo=socket={folder}/munge.socket,cred_expire=2
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -42,6 +44,7 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=2,sched_min_interval=10000,batch_sched_delay=1
 MpiDefault=none
 ReturnToService=2
+SlurmdParameters=config_overrides
 MaxArraySize=9
 KillWait=20
 NodeName={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=1000 State=UNKNOWN
@@ -90,7 +93,8 @@ class Slurm:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tagc_slurm_"))  # short: a socket's path has 107 characters
         self.folder.chmod(0o755)
-        self.environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # slurm/*.sbatch take the `python` that is active
+        self.environment = {**os.environ, "PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Slurm:
@@ -111,7 +115,9 @@ class Slurm:
         host = socket.gethostname().split(".")[0]
         text = CONF.format(folder=self.folder, host=host, ctld_port=ctld_port, slurmd_port=slurmd_port)
         (self.folder / "slurm.conf").write_text(text)
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+        version = subprocess.run([str(_find("slurmd")), "-V"], capture_output=True, text=True).stdout
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) >= (23, 11):  # before, it does without by itself
+            (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
         files = {name: str(self.folder / f"munge.{name}") for name in ("socket", "pid", "log", "seed")}
         self._spawn(
             *("munged", "--foreground", "--force", "--key-file", str(key), "--socket", files["socket"]),

@@ -59,8 +59,16 @@ def test_a_sweep_through_submitit_and_through_sbatch(slurm: Slurm, tmp_path: Pat
     sweep = [*SETTINGS, "data.path=" + ",".join(str(tmp_path / name) for name in names)]
     submitit_dir, sbatch_dir = tmp_path / "submitit", tmp_path / "sbatch"
 
-    sbatch = ["sbatch", "--parsable", "--array=0-3%3", f"--output={tmp_path}/%a.out", "slurm/sweep.sbatch", *sweep]
-    run_py = [sys.executable, "run.py", "-m", "cluster=slurm", "cluster.array_parallelism=3", *sweep]
+    sbatch = [
+        "sbatch",
+        "--parsable",
+        "--time=5",
+        "--array=0-3%3",
+        f"--output={tmp_path}/%a.out",
+        "slurm/sweep.sbatch",
+        *sweep,
+    ]
+    run_py = [sys.executable, "run.py", "-m", "cluster=slurm", "cluster.time=5", "cluster.array_parallelism=3", *sweep]
     by_sbatch = subprocess.run(
         [*sbatch, f"hydra.sweep.dir={sbatch_dir}"], cwd=ROOT, env=slurm.environment, capture_output=True, text=True
     )

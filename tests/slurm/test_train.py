@@ -10,7 +10,6 @@ import pytest
 
 from tagc.errors import UserError
 from tagc.slurm import check_submission
-from tests.comm.harness import VOCAB
 from tests.slurm.daemons import Slurm, wait_until
 from tests.slurm.test_sweep import ROOT, SETTINGS, STEPS, _load_rows
 from tests.train.harness import write_tokens
@@ -22,7 +21,7 @@ def test_two_launchers_train_one_run_and_stop_together(slurm: Slurm, tmp_path: P
     """srun's two tasks stand for two nodes: each is a launcher with one rank."""
     write_tokens(tmp_path)
     run_dir = tmp_path / "run"
-    options = ["--parsable", "--ntasks=2", "--ntasks-per-node=2", f"--output={tmp_path}/job.out"]
+    options = ["--parsable", "--time=5", "--ntasks=2", "--ntasks-per-node=2", f"--output={tmp_path}/job.out"]
     arguments = [*SETTINGS, f"data.path={tmp_path}", "cluster.nodes=2", f"hydra.run.dir={run_dir}"]
     command = ["sbatch", *options, "slurm/train.sbatch", *arguments]
     submitted = subprocess.run(command, cwd=ROOT, env=slurm.environment, capture_output=True, text=True)
