@@ -91,7 +91,7 @@ class ArrayLauncher(SlurmLauncher):  # type: ignore[misc]
         params["setup"] = [
             f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
             f"export SUBMITIT_PREEMPT_SIGNAL=USR1 SLURM_WAIT=60 TAGC_MAX_REQUEUES={cluster.max_requeues}",
-            *(params["setup"] or []),
+            *(*cluster.setup, *(params["setup"] or ())),  # OmegaConf cannot interpolate a typed list
             "trap : TERM  # SLURM sends it to all processes of the job; this one waits for the ranks to save",
             f"trap '{shlex.quote(str(ROOT / 'slurm' / 'requeue.sh'))} $?' EXIT",
         ]

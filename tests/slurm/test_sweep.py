@@ -31,7 +31,7 @@ SETTINGS = (
 FIRST, SECOND, FAILS, CANCELLED = range(4)
 
 
-def _load_rows(run_dir: Path | None) -> list[dict[str, Any]]:
+def load_rows(run_dir: Path | None) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl" if run_dir else None
     lines = path.read_text().split("\n")[:-1] if path and path.exists() else []
     return [json.loads(line) for line in lines]
@@ -84,11 +84,11 @@ def test_a_sweep_through_submitit_and_through_sbatch(slurm: Slurm, tmp_path: Pat
             first_array = next(submitit_dir.glob(".submitit/*_0")).name.removesuffix("_0")
             slurm.ask("scancel", f"{first_array}_{CANCELLED}")
 
-            wait_until(lambda: len(_load_rows(_find_point(submitit_dir, "tokens0"))) > 3, "rows of the first point")
+            wait_until(lambda: len(load_rows(_find_point(submitit_dir, "tokens0"))) > 3, "rows of the first point")
             slurm.ask("scancel", "--signal=USR1", f"{first_array}_{FIRST}")  # as at the end of the time
-            wait_until(lambda: len(_load_rows(_find_point(sbatch_dir, "tokens1"))) > 3, "rows of the second point")
+            wait_until(lambda: len(load_rows(_find_point(sbatch_dir, "tokens1"))) > 3, "rows of the second point")
             slurm.ask("scontrol", "requeue", f"{second_array}_{SECOND}")  # as preemption does
-            wait_until(lambda: _load_rows(_find_point(sbatch_dir, "tokens3")), "rows of the cancelled point")
+            wait_until(lambda: load_rows(_find_point(sbatch_dir, "tokens3")), "rows of the cancelled point")
             slurm.ask("scancel", f"{second_array}_{CANCELLED}")
 
             wait_until(lambda: waiting.poll() is not None, "the end of run.py", 150)
@@ -106,6 +106,6 @@ def test_a_sweep_through_submitit_and_through_sbatch(slurm: Slurm, tmp_path: Pat
         ("COMPLETED", "0"), ("COMPLETED", "1"), ("FAILED", "0"), ("CANCELLED", "0"),
     ]  # fmt: skip
     for name in ("tokens0", "tokens1"):
-        both = [_load_rows(_find_point(sweep_dir, name)) for sweep_dir in (submitit_dir, sbatch_dir)]
+        both = [load_rows(_find_point(sweep_dir, name)) for sweep_dir in (submitit_dir, sbatch_dir)]
         losses = [[(row["step"], row["train_loss"]) for row in rows] for rows in both]
         assert losses[0] == losses[1] and [step for step, _ in losses[0]] == list(range(1, STEPS + 1))

@@ -11,7 +11,7 @@ import pytest
 from tagc.errors import UserError
 from tagc.slurm import check_submission
 from tests.slurm.daemons import Slurm, wait_until
-from tests.slurm.test_sweep import ROOT, SETTINGS, STEPS, _load_rows
+from tests.slurm.test_sweep import ROOT, SETTINGS, STEPS, load_rows
 from tests.train.harness import write_tokens
 
 pytestmark = [pytest.mark.slurm, pytest.mark.end_to_end]
@@ -27,13 +27,13 @@ def test_two_launchers_train_one_run_and_stop_together(slurm: Slurm, tmp_path: P
     submitted = subprocess.run(command, cwd=ROOT, env=slurm.environment, capture_output=True, text=True)
     assert submitted.returncode == 0, submitted.stderr
     job = submitted.stdout.strip()
-    wait_until(lambda: len(_load_rows(run_dir)) > 3, "rows")
+    wait_until(lambda: len(load_rows(run_dir)) > 3, "rows")
     slurm.ask("scancel", "--signal=USR1", job)
     wait_until(lambda: not slurm.ask("squeue", "-h", "-j", job), "the end of the job", 90)
     output = (tmp_path / "job.out").read_text()
     described = slurm.describe_job(job)
     assert (described["JobState"], described["Restarts"]) == ("COMPLETED", "1"), output
-    assert [row["step"] for row in _load_rows(run_dir)] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in load_rows(run_dir)] == list(range(1, STEPS + 1))
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["ranks"]) == ("done", 2)
     assert not list(run_dir.glob(".ranks_*")), "the launchers left something behind"
