@@ -56,6 +56,7 @@ class ArrayLauncher(SlurmLauncher):  # type: ignore[misc]
         Errors: ``UserError`` if the array could not be accepted; nothing has been submitted then.
         """
         check_same_request(job_overrides)
+        check_nothing_queued(Path(self.params["submitit_folder"]).parent)
         check_submission(self.params, len(job_overrides))
         sweep_dir = Path(str(self.config.hydra.sweep.dir)).absolute()
         sweep_dir.mkdir(parents=True, exist_ok=True)
@@ -128,6 +129,16 @@ def check_same_request(job_overrides: Sequence[Sequence[str]]) -> None:
             raise UserError(
                 f"{key}={','.join(sorted(values))}: all tasks of a SLURM array ask for the same; submit one sweep for "
                 "each value"
+            )
+
+
+def check_nothing_queued(submitit_dir: Path) -> None:
+    """Errors: ``UserError`` while an array that was submitted from this sweep's folder has tasks in the queue."""
+    for array_id in sorted({path.name.split("_")[0] for path in submitit_dir.glob("[0-9]*")}):
+        if any(state not in ENDED for state in read_states(array_id).values()):
+            raise UserError(
+                f"SLURM array {array_id} of the sweep in {submitit_dir.parent} is still in the queue (squeue -j "
+                f"{array_id}); wait for its end, or scancel {array_id}; then this command runs what is missing"
             )
 
 
