@@ -37,7 +37,7 @@ _FILE_S = 30.0  # a shared file system shows a result so late
 log = logging.getLogger("tagc")
 
 
-class ArrayLauncher(SlurmLauncher):  # type: ignore[misc]
+class ArrayLauncher(SlurmLauncher):
     """Runs the jobs that a sweeper gives it as tasks of one array, and waits for all of them."""
 
     def __call__(self, sweep_overrides: list[str], *args: Any, **kwargs: Any) -> JobReturn:
@@ -86,7 +86,7 @@ class ArrayLauncher(SlurmLauncher):  # type: ignore[misc]
 
         cluster = self.config.cluster
         params = {name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in self.params.items()}
-        folder, timeouts = params.pop("submitit_folder"), params.pop("max_num_timeout")
+        folder, timeouts = str(params.pop("submitit_folder")), params.pop("max_num_timeout")
         if params["cpus_per_task"] is None:
             params["cpus_per_task"] = (cluster.threads_per_rank or 1) * ranks // cluster.nodes
         params["setup"] = [
@@ -164,7 +164,7 @@ def _collect(job: Any, states: dict[str, str]) -> JobReturn:
     """What the task returned; SLURM's word for one that left nothing."""
     from submitit.core.utils import pickle_load
 
-    state = states.get(job.job_id, "forgotten by SLURM")
+    state = states.get(job.job_id, "unknown to SLURM")
     end_s = time.monotonic() + _FILE_S
     while state == "COMPLETED" and not job.paths.result_pickle.exists() and time.monotonic() < end_s:
         time.sleep(0.5)
@@ -174,5 +174,5 @@ def _collect(job: Any, states: dict[str, str]) -> JobReturn:
             return result
     failed = JobReturn()
     failed.status = JobStatus.FAILED
-    failed.return_value = RuntimeError(f"task {job.job_id} ended as {state}; its log: {job.paths.stdout}")
+    failed.return_value = RuntimeError(f"task {job.job_id} left the queue as {state}; its log: {job.paths.stdout}")
     return failed

@@ -157,6 +157,13 @@ class Slurm:
         """The output of a SLURM command; empty when it fails, as when SLURM has forgotten a job."""
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60).stdout
 
+    def submit(self, *arguments: str) -> str:
+        """Call ``sbatch --parsable`` from the repository; returns the job's number."""
+        root = Path(__file__).parents[2]
+        done = subprocess.run(["sbatch", *arguments], cwd=root, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
     def describe_job(self, job: str) -> dict[str, str]:
         """What ``scontrol show job`` says; ``job`` may be ``<array>_<index>``."""
         words = self.ask("scontrol", "show", "job", "--oneliner", job).split()

@@ -1,111 +1,82 @@
 """A sweep on a real SLURM, both ways: `run.py -m cluster=slurm` and `sbatch --array slurm/sweep.sbatch`.
 
-Each array has a point that is stopped half-way and comes back, one that fails and one that is cancelled. What one array
-interrupts the other runs undisturbed, so the two tell whether a requeue changes a single bit.
+Of each array's tasks one runs undisturbed, one is stopped half-way and comes back, one fails and one is cancelled. The
+first two train the same, so they tell whether a requeue changes a single bit.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from tests.comm.harness import VOCAB
+from tagc.config import Config
 from tests.slurm.daemons import Slurm, wait_until
+from tests.slurm.runs import ROOT, SETTINGS, STEPS, find_point, load_rows
 from tests.train.harness import write_tokens
 
 pytestmark = [pytest.mark.slurm, pytest.mark.end_to_end]
-ROOT = Path(__file__).parents[2]
-STEPS = 30
-SETTINGS = (
-    *("model.layers=1", "model.width=48", "model.heads=3", "model.context=16", "compressor.min_numel=512"),
-    *("data=bin", f"data.vocab_size={VOCAB}", "logging.wandb=disabled", "kernels=reference"),
-    *(f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=0", "trainer.eval_every=1000"),
-    *("network.latency_ms=30", "network.time_dilation=1"),  # a run takes a while, and the cores are free meanwhile
-)
-FIRST, SECOND, FAILS, CANCELLED = range(4)
+UNDISTURBED, STOPPED, FAILS, CANCELLED = range(4)
+TOKENS = ["tokens0", "tokens1", "missing", "tokens3"]
 
 
-def load_rows(run_dir: Path | None) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl" if run_dir else None
-    lines = path.read_text().split("\n")[:-1] if path and path.exists() else []
-    return [json.loads(line) for line in lines]
+@pytest.fixture
+def sweep(tmp_path: Path) -> list[str]:
+    """The overrides of four points."""
+    for name in TOKENS:
+        if name != "missing":
+            (tmp_path / name).mkdir()
+            write_tokens(tmp_path / name)
+    points = ",".join(str(tmp_path / name) for name in TOKENS)
+    return [*SETTINGS, f"data.path={points}", f"hydra.sweep.dir={tmp_path}/sweep"]
 
 
-def _find_point(sweep_dir: Path, tokens: str) -> Path | None:
-    """The folder of the point that trains on the file of this name."""
-    for path in sweep_dir.rglob("config.yaml"):
-        if path.parent.name != ".hydra" and Path(yaml.safe_load(path.read_text())["data"]["path"]).name == tokens:
-            return path.parent
-    return None
-
-
-def _states(slurm: Slurm, array: str) -> list[tuple[str, str]]:
-    """(state, restarts) of the four tasks."""
+def check_tasks(slurm: Slurm, array: str, sweep_dir: Path) -> None:
+    """What SLURM says of the four tasks, and what they recorded."""
     jobs = [slurm.describe_job(f"{array}_{index}") for index in range(4)]
-    return [(job.get("JobState", ""), job.get("Restarts", "")) for job in jobs]
+    ends = [(job.get("JobState", "CANCELLED"), job.get("Restarts", "0")) for job in jobs]  # unknown: it never started
+    assert ends == [("COMPLETED", "0"), ("COMPLETED", "1"), ("FAILED", "0"), ("CANCELLED", "0")]
+    hours, minutes, seconds = map(int, jobs[UNDISTURBED]["RunTime"].split(":"))
+    assert 0 < hours * 3600 + minutes * 60 + seconds < 300
+    both = [load_rows(find_point(sweep_dir, TOKENS[index])) for index in (UNDISTURBED, STOPPED)]
+    losses = [[(row["step"], row["train_loss"]) for row in rows] for rows in both]
+    assert [step for step, _ in losses[0]] == list(range(1, STEPS + 1))
+    assert losses[0] == losses[1], "a requeue has changed the run"
 
 
-def test_a_sweep_through_submitit_and_through_sbatch(slurm: Slurm, tmp_path: Path) -> None:
-    names = ["tokens0", "tokens1", "missing", "tokens3"]
-    for index in (FIRST, SECOND, CANCELLED):
-        (tmp_path / names[index]).mkdir()
-        write_tokens(tmp_path / names[index])
-    sweep = [*SETTINGS, "data.path=" + ",".join(str(tmp_path / name) for name in names)]
-    submitit_dir, sbatch_dir = tmp_path / "submitit", tmp_path / "sbatch"
+def test_through_submitit(slurm: Slurm, tmp_path: Path, sweep: list[str]) -> None:
+    sweep_dir, said = tmp_path / "sweep", tmp_path / "said"
+    command = [sys.executable, "run.py", "-m", "cluster=slurm", "cluster.time=5", "cluster.array_parallelism=3", *sweep]
+    with said.open("w") as file:
+        run = subprocess.Popen(command, cwd=ROOT, env=slurm.environment, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        wait_until(lambda: list(sweep_dir.glob(".submitit/*_0")) or run.poll() is not None, "an array")
+        assert run.poll() is None, said.read_text()
+        array = next(sweep_dir.glob(".submitit/*_0")).name.removesuffix("_0")
+        slurm.ask("scancel", f"{array}_{CANCELLED}")  # it waits for one of the three before it
+        second = subprocess.run(command, cwd=ROOT, env=slurm.environment, capture_output=True, text=True, timeout=60)
+        assert second.returncode == 1 and f"SLURM array {array} of the sweep" in second.stderr
+        wait_until(
+            lambda: len(load_rows(find_point(sweep_dir, TOKENS[STOPPED]))) > 3, "rows of the point to be stopped"
+        )
+        slurm.ask("scancel", "--signal=USR1", f"{array}_{STOPPED}")  # as SLURM does before the time is up
+        wait_until(lambda: run.poll() is not None, "the end of run.py", 120)
+    finally:
+        run.kill()
+    assert run.returncode == 1, said.read_text()
+    check_tasks(slurm, array, sweep_dir)
 
-    sbatch = [
-        "sbatch",
-        "--parsable",
-        "--time=5",
-        "--array=0-3%3",
-        f"--output={tmp_path}/%a.out",
-        "slurm/sweep.sbatch",
-        *sweep,
-    ]
-    run_py = [sys.executable, "run.py", "-m", "cluster=slurm", "cluster.time=5", "cluster.array_parallelism=3", *sweep]
-    by_sbatch = subprocess.run(
-        [*sbatch, f"hydra.sweep.dir={sbatch_dir}"], cwd=ROOT, env=slurm.environment, capture_output=True, text=True
-    )
-    assert by_sbatch.returncode == 0, by_sbatch.stderr
-    second_array = by_sbatch.stdout.strip()
-    with (tmp_path / "run.out").open("w+") as said:
-        command = [*run_py, f"hydra.sweep.dir={submitit_dir}"]
-        waiting = subprocess.Popen(command, cwd=ROOT, env=slurm.environment, stdout=said, stderr=subprocess.STDOUT)
-        try:
-            wait_until(lambda: list(submitit_dir.glob(".submitit/*_0")) or waiting.poll() is not None, "an array")
-            said.seek(0)
-            assert waiting.poll() is None, said.read()
-            first_array = next(submitit_dir.glob(".submitit/*_0")).name.removesuffix("_0")
-            slurm.ask("scancel", f"{first_array}_{CANCELLED}")
 
-            wait_until(lambda: len(load_rows(_find_point(submitit_dir, "tokens0"))) > 3, "rows of the first point")
-            slurm.ask("scancel", "--signal=USR1", f"{first_array}_{FIRST}")  # as at the end of the time
-            wait_until(lambda: len(load_rows(_find_point(sbatch_dir, "tokens1"))) > 3, "rows of the second point")
-            slurm.ask("scontrol", "requeue", f"{second_array}_{SECOND}")  # as preemption does
-            wait_until(lambda: load_rows(_find_point(sbatch_dir, "tokens3")), "rows of the cancelled point")
-            slurm.ask("scancel", f"{second_array}_{CANCELLED}")
-
-            wait_until(lambda: waiting.poll() is not None, "the end of run.py", 150)
-        finally:
-            waiting.kill()
-        said.seek(0)
-        told = said.read()
-    wait_until(lambda: not slurm.ask("squeue", "-h", "-j", second_array), "the end of the second array", 60)
-
-    assert waiting.returncode not in (0, None), told
-    assert _states(slurm, first_array) == [
-        ("COMPLETED", "1"), ("COMPLETED", "0"), ("FAILED", "0"), ("CANCELLED", "0"),
-    ], told  # fmt: skip
-    assert _states(slurm, second_array) == [
-        ("COMPLETED", "0"), ("COMPLETED", "1"), ("FAILED", "0"), ("CANCELLED", "0"),
-    ]  # fmt: skip
-    for name in ("tokens0", "tokens1"):
-        both = [load_rows(_find_point(sweep_dir, name)) for sweep_dir in (submitit_dir, sbatch_dir)]
-        losses = [[(row["step"], row["train_loss"]) for row in rows] for rows in both]
-        assert losses[0] == losses[1] and [step for step, _ in losses[0]] == list(range(1, STEPS + 1))
+@pytest.mark.skipif(not hasattr(Config(), "sweep"), reason="slurm/sweep.sbatch needs sweep.only")
+def test_through_sbatch(slurm: Slurm, tmp_path: Path, sweep: list[str]) -> None:
+    sweep_dir = tmp_path / "sweep"
+    options = ["--parsable", "--time=5", "--array=0-3%3", f"--output={tmp_path}/%a.out"]
+    array = slurm.submit(*options, "slurm/sweep.sbatch", *sweep)
+    wait_until(lambda: len(load_rows(find_point(sweep_dir, TOKENS[STOPPED]))) > 3, "rows of the point to be stopped")
+    slurm.ask("scontrol", "requeue", f"{array}_{STOPPED}")  # as preemption does
+    wait_until(lambda: load_rows(find_point(sweep_dir, TOKENS[CANCELLED])), "rows of the point to be cancelled", 120)
+    slurm.ask("scancel", f"{array}_{CANCELLED}")
+    wait_until(lambda: not slurm.ask("squeue", "-h", "-j", array), "the end of the array", 120)
+    check_tasks(slurm, array, sweep_dir)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,28 +10,24 @@ import pytest
 from tagc.errors import UserError
 from tagc.slurm import check_submission
 from tests.slurm.daemons import Slurm, wait_until
-from tests.slurm.test_sweep import ROOT, SETTINGS, STEPS, load_rows
+from tests.slurm.runs import SETTINGS, STEPS, load_rows
 from tests.train.harness import write_tokens
 
 pytestmark = [pytest.mark.slurm, pytest.mark.end_to_end]
 
 
-def test_two_launchers_train_one_run_and_stop_together(slurm: Slurm, tmp_path: Path) -> None:
+def test_two_launchers_train_one_run_through_a_preemption(slurm: Slurm, tmp_path: Path) -> None:
     """srun's two tasks stand for two nodes: each is a launcher with one rank."""
     write_tokens(tmp_path)
-    run_dir = tmp_path / "run"
-    options = ["--parsable", "--time=5", "--ntasks=2", "--ntasks-per-node=2", f"--output={tmp_path}/job.out"]
+    run_dir, output = tmp_path / "run", tmp_path / "job.out"
+    options = ["--parsable", "--time=5", "--ntasks=2", "--ntasks-per-node=2", f"--output={output}"]
     arguments = [*SETTINGS, f"data.path={tmp_path}", "cluster.nodes=2", f"hydra.run.dir={run_dir}"]
-    command = ["sbatch", *options, "slurm/train.sbatch", *arguments]
-    submitted = subprocess.run(command, cwd=ROOT, env=slurm.environment, capture_output=True, text=True)
-    assert submitted.returncode == 0, submitted.stderr
-    job = submitted.stdout.strip()
-    wait_until(lambda: len(load_rows(run_dir)) > 3, "rows")
-    slurm.ask("scancel", "--signal=USR1", job)
+    job = slurm.submit(*options, "slurm/train.sbatch", *arguments)
+    wait_until(lambda: len(load_rows(run_dir)) > 2, "rows")
+    slurm.ask("scontrol", "requeue", job)  # as preemption does
     wait_until(lambda: not slurm.ask("squeue", "-h", "-j", job), "the end of the job", 90)
-    output = (tmp_path / "job.out").read_text()
     described = slurm.describe_job(job)
-    assert (described["JobState"], described["Restarts"]) == ("COMPLETED", "1"), output
+    assert (described["JobState"], described["Restarts"]) == ("COMPLETED", "1"), output.read_text()
     assert [row["step"] for row in load_rows(run_dir)] == list(range(1, STEPS + 1))
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["ranks"]) == ("done", 2)
