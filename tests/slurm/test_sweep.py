@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tagc.array_launcher import check_nothing_queued
 from tagc.config import Config
+from tagc.errors import UserError
 from tests.slurm.daemons import Slurm, wait_until
 from tests.slurm.runs import ROOT, SETTINGS, STEPS, find_point, load_rows
 from tests.train.harness import write_tokens
@@ -46,7 +48,9 @@ def check_tasks(slurm: Slurm, array: str, sweep_dir: Path) -> None:
     assert losses[0] == losses[1], "a requeue has changed the run"
 
 
-def test_through_submitit(slurm: Slurm, tmp_path: Path, sweep: list[str]) -> None:
+def test_through_submitit(slurm: Slurm, tmp_path: Path, sweep: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, slurm.environment[name])
     sweep_dir, said = tmp_path / "sweep", tmp_path / "said"
     command = [sys.executable, "run.py", "-m", "cluster=slurm", "cluster.time=5", "cluster.array_parallelism=3", *sweep]
     with said.open("w") as file:
@@ -56,8 +60,8 @@ def test_through_submitit(slurm: Slurm, tmp_path: Path, sweep: list[str]) -> Non
         assert run.poll() is None, said.read_text()
         array = next(sweep_dir.glob(".submitit/*_0")).name.removesuffix("_0")
         slurm.ask("scancel", f"{array}_{CANCELLED}")  # it waits for one of the three before it
-        second = subprocess.run(command, cwd=ROOT, env=slurm.environment, capture_output=True, text=True, timeout=60)
-        assert second.returncode == 1 and f"SLURM array {array} of the sweep" in second.stderr
+        with pytest.raises(UserError, match=f"SLURM array {array} of the sweep in {sweep_dir} is still in the queue"):
+            check_nothing_queued(sweep_dir / ".submitit")  # as when run.py has gone and is called again
         wait_until(
             lambda: len(load_rows(find_point(sweep_dir, TOKENS[STOPPED]))) > 3, "rows of the point to be stopped"
         )
