@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from tagc.errors import UserError
@@ -24,6 +25,19 @@ NETWORKS = ("paced", "namespaces", "auto", "real")
 RESUME = ("auto", "must", "never")
 DTYPES = ("float32", "bfloat16")
 REFERENCE_GPUS = ("rtx3080", "a100", "h100")
+
+# How a run is operated and told about: these keys decide no number of it. The one list of them: a point of a sweep
+# keeps its folder, and a run its checkpoints, whatever they are.
+OPERATIONAL_KEYS = (
+    *("logging.*", "sweep.*", "cluster.*", "experiment"),
+    *("trainer.resume", "trainer.checkpoint_every", "trainer.keep_checkpoints"),
+)
+_NOT_OPERATIONAL = ("cluster.ranks", "cluster.nodes", "cluster.device", "cluster.threads_per_rank")
+
+
+def is_operational(key: str) -> bool:
+    """Whether a dotted key decides no number of a run."""
+    return key not in _NOT_OPERATIONAL and any(fnmatch(key, pattern) for pattern in OPERATIONAL_KEYS)
 
 
 @dataclass
@@ -170,6 +184,16 @@ class LoggingConfig:
 
 
 @dataclass
+class SweepConfig:
+    """How `run.py -m` goes about its points. No key of this belongs to a point's identity."""
+
+    retries: int = 1  # failed points are tried again this often in one command, >= 0; bad input is not
+    fail_fast: bool = False  # end at the first failed point; a SLURM array goes on
+    only: int | None = None  # run this point alone, 0-based in the complete list, in the folder it has in the sweep
+    mixed_code: bool = False  # go on although points in the folder were computed with other code
+
+
+@dataclass
 class Config:
     """One run."""
 
@@ -181,6 +205,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     experiment: str = "default"  # groups runs; on the command line experiment=NAME takes conf/experiment/NAME.yaml
     kernels: str = "auto"  # codec backend: auto (the fastest that runs here) | reference | cpu (numba) | triton (CUDA)
     seed: int = 0  # in [0, 2^32); initial weights, data order, hashes
@@ -260,6 +285,8 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "logging.wandb", g.wandb in ("auto", "online", "offline", "disabled"), "auto, online, offline or disabled"
     yield "logging.fidelity_every", g.fidelity_every >= 0, "an integer >= 0 (0: never)"
     yield "logging.console_every", g.console_every >= 1, "an integer >= 1"
+    yield "sweep.retries", c.sweep.retries >= 0, "an integer >= 0"
+    yield "sweep.only", c.sweep.only is None or c.sweep.only >= 0, "an integer >= 0, or null for all points"
     yield "kernels", c.kernels in KERNELS, "one of " + ", ".join(KERNELS)
     yield "seed", 0 <= c.seed < 2**32, "an integer in [0, 2^32)"
 

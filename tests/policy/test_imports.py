@@ -20,8 +20,9 @@ GLUE = [
     "nodes",
     "slurm",
     "array_launcher",
+    "sweep",
 ]  # between run.py and the parts; nobody imports them
-KNOWS_HYDRA = ["tagc.config", "tagc.cli", "tagc.cli_errors", "tagc.array_launcher"]
+KNOWS_HYDRA = ["tagc.config", "tagc.cli", "tagc.cli_errors", "tagc.array_launcher", "tagc.sweep.sweeper"]
 
 
 def forbidden_parts(part: str) -> set[str]:
