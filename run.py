@@ -12,6 +12,7 @@ import hydra
 from omegaconf import DictConfig
 
 from tagc import cli
+from tagc.sweep.sweeper import register_sweeper
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -22,4 +23,5 @@ def main(composed: DictConfig) -> None:
 
 if __name__ == "__main__":
     cli.register_schema()
+    register_sweeper()
     sys.exit(cli.run(main))

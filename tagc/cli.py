@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,29 +16,39 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig
 
+from tagc.array_launcher import register_launcher
 from tagc.cli_errors import check_keys, explain
 from tagc.config import Config, from_omegaconf
 from tagc.errors import UserError
-from tagc.launch import FolderInUse, RunInterrupted, launch
+from tagc.launch import RunInterrupted, launch
+from tagc.sweep.jobs import run_point
+from tagc.sweep.states import load_json, read_state
 
 CONF_DIR = Path(__file__).parent.parent / "conf"
 
 
 def register_schema() -> None:
-    """Make the schema known to Hydra as ``base_config``, so that it types what the files and overrides set."""
+    """Make the schema known to Hydra as ``base_config``, so that it types what the files and overrides set.
+
+    And the launcher of ``cluster=slurm``.
+    """
     ConfigStore.instance().store(name="base_config", node=Config)
+    register_launcher()
 
 
-def to_config(composed: DictConfig) -> Config:
-    """Validate what Hydra composed.
+def to_config(composed: DictConfig, choices: Mapping[str, Any] | None = None) -> Config:
+    """Validate what Hydra composed; ``choices``: the option of each group, of the running job by default.
 
     Errors: ``UserError`` naming the key, the value and the remedy.
     """
     check_keys(composed)
+    if choices is None and HydraConfig.initialized():
+        choices = HydraConfig.get().runtime.choices
     for group in (item.name for item in fields(Config) if (CONF_DIR / item.name).is_dir()):
-        choice = HydraConfig.get().runtime.choices.get(group) if HydraConfig.initialized() else group
+        choice = group if choices is None else choices.get(group)
         if not isinstance(choice, str) and group != "experiment":
             raise UserError(f"{group}={choice}: choose exactly one option of conf/{group}/ (a sweep needs -m)")
     return from_omegaconf(composed)
@@ -55,13 +63,18 @@ def compose_config(overrides: Iterable[str]) -> Config:
 
 def launch_job(config: Config) -> None:
     """Run ``config`` in the folder that Hydra made for this job, and print the run's table."""
-    with _log_lines_shown():
-        summary = launch(config, Path(HydraConfig.get().runtime.output_dir))
-    _print_table([summary])
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    is_point = HydraConfig.get().mode is RunMode.MULTIRUN
+    if config.sweep.only is not None and not is_point:
+        raise UserError(f"sweep.only={config.sweep.only} picks a point of a sweep; add -m")
+    with log_lines_shown():
+        summary = run_point(config, run_dir, launch) if is_point else launch(config, run_dir)
+    if summary:  # on a run's other nodes there is none
+        _print_table([summary])
 
 
 @contextlib.contextmanager
-def _log_lines_shown() -> Iterator[None]:
+def log_lines_shown() -> Iterator[None]:
     """What the launcher itself says (making the data, setting an old record aside) goes to stdout; ranks log alone."""
     logger = logging.getLogger("tagc")
     level, handler = logger.level, logging.StreamHandler(sys.stdout)
@@ -76,11 +89,11 @@ def _log_lines_shown() -> Iterator[None]:
         logger.propagate = True
 
 
-def _load_job(path: Path) -> dict[str, Any]:
-    """A job's summary with its folder and the overrides that made it."""
-    overrides = path.parent / ".hydra" / "overrides.yaml"
-    chosen = list(OmegaConf.load(overrides)) if overrides.exists() else []
-    return {**json.loads(path.read_text()), "run_dir": str(path.parent), "overrides": chosen}
+def _load_job(run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+    """A point's summary, as far as there is one, with its state, its folder and the overrides that made it."""
+    shown = [word for word in overrides if not word.startswith(("hydra.", "sweep."))]
+    state = {"status": str(read_state(run_dir)), "run_dir": str(run_dir), "overrides": shown}
+    return {**load_json(run_dir / "summary.json"), **state}
 
 
 def _print_table(summaries: list[dict[str, Any]]) -> None:
@@ -92,7 +105,8 @@ def _print_table(summaries: list[dict[str, Any]]) -> None:
         sys.stderr.write("the table could not be written to stdout; the summaries are in the run folders\n")
 
 
-def _explain(error: Exception) -> str | None:
+def explain_error(error: Exception) -> str | None:
+    """The message for an error that a user can mend, or ``None`` for a fault of the program."""
     return explain(error, sys.argv[1:], CONF_DIR)
 
 
@@ -103,43 +117,32 @@ class _JobFailed(BaseException):
         self.error = error
 
 
+class SweepStopped(BaseException):
+    """Ends the launcher's loop over the points at the first one that failed, if ``sweep.fail_fast`` is set."""
+
+
 class JobReport(Callback):
     """Tells of each failed job of a sweep when it fails, and shows one table of all jobs at the end."""
 
-    sweep_dir: Path | None = None  # of the sweep that runs in this process; Hydra makes the instances
-    started_s = 0.0
-    failed_jobs = 0
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Remember the folder; older runs in it do not belong to this sweep."""
-        JobReport.sweep_dir = Path(str(config.hydra.sweep.dir)).absolute()
-        JobReport.started_s = time.time()
+    points: list[tuple[Path, list[str]]] | None = None  # folder and overrides; of the sweep that runs in this process
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Tell of a failed job; in a sweep the others still run, and Hydra raises its exception after the last one."""
+        """Tell of a failed job; in a sweep the others still run."""
         if job_return.status is not JobStatus.FAILED:
             return
         error = job_return._return_value
-        if JobReport.sweep_dir is None:
+        if config.hydra.mode is not RunMode.MULTIRUN:
             raise _JobFailed(error)
-        JobReport.failed_jobs += 1
-        message = _explain(error) or f"{type(error).__name__}: {error}"
-        overrides = " ".join(job_return.overrides or [])
+        message = explain_error(error) or f"{type(error).__name__}: {error}"
+        overrides = " ".join(word for word in job_return.overrides or [])
         sys.stderr.write(f"error in job {config.hydra.job.num} ({overrides}): {message}\n")
-        path = Path(config.hydra.runtime.output_dir) / "summary.json"
-        if not path.exists() and not isinstance(error, FolderInUse):  # it failed before it was launched
-            choices = config.hydra.runtime.choices
-            identity = {group: choices.get(group) for group in ("compressor", "bandwidth", "model")}
-            path.write_text(json.dumps({**identity, "status": "failed", "error": message}))
+        if config.sweep.fail_fast and JobReport.points is not None:
+            raise SweepStopped
 
     @classmethod
     def show(cls) -> None:
-        """One row per job of the sweep, in the order in which they ended."""
-        if cls.sweep_dir is None:
-            return
-        found = [(path.stat().st_mtime, path) for path in cls.sweep_dir.rglob("summary.json")]
-        recent = [path for modified_s, path in sorted(found) if modified_s >= cls.started_s]
-        _print_table([_load_job(path) for path in recent])
+        """One row per point of the sweep, those that were done before included."""
+        _print_table([_load_job(*point) for point in cls.points or ()])
 
 
 def run(main: Callable[[], None]) -> int:
@@ -165,9 +168,7 @@ def run(main: Callable[[], None]) -> int:
         if not full_error:
             del os.environ["HYDRA_FULL_ERROR"]
         JobReport.show()
-    message = _explain(error)
-    if JobReport.failed_jobs:
-        message = f"{JobReport.failed_jobs} job(s) of the sweep failed, see above"
+    message = explain_error(error)
     if full_error or message is None:
         raise error
     return _say(f"error: {message}", 1)

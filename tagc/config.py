@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from tagc.errors import UserError
@@ -19,10 +20,24 @@ if TYPE_CHECKING:
 COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2", "packed", "int8", "int4")
 THRESHOLDS = ("sampled", "exact", "lognormal")
 KERNELS = ("auto", "reference", "cpu", "triton")
+CLUSTERS = ("local", "slurm")
 NETWORKS = ("paced", "namespaces", "auto", "real")
 RESUME = ("auto", "must", "never")
 DTYPES = ("float32", "bfloat16")
 REFERENCE_GPUS = ("rtx3080", "a100", "h100")
+
+# How a run is operated and told about: these keys decide no number of it. The one list of them: a point of a sweep
+# keeps its folder, and a run its checkpoints, whatever they are.
+OPERATIONAL_KEYS = (
+    *("logging.*", "sweep.*", "cluster.*", "experiment"),
+    *("trainer.resume", "trainer.checkpoint_every", "trainer.keep_checkpoints"),
+)
+_NOT_OPERATIONAL = ("cluster.ranks", "cluster.nodes", "cluster.device", "cluster.threads_per_rank")
+
+
+def is_operational(key: str) -> bool:
+    """Whether a dotted key decides no number of a run."""
+    return key not in _NOT_OPERATIONAL and any(fnmatch(key, pattern) for pattern in OPERATIONAL_KEYS)
 
 
 @dataclass
@@ -103,13 +118,30 @@ class NetworkConfig:
 class ClusterConfig:
     """Where the ranks run."""
 
-    name: str = "local"
-    ranks: int = 2  # FSDP ranks, >= 1
+    name: str = "local"  # local: on this machine | slurm: submitted by `run.py -m` as one array (slurm/README.md)
+    ranks: int = 2  # FSDP ranks of a run on all its nodes, >= 1, a multiple of nodes
+    nodes: int = 1  # machines of a run, >= 1; more than one: started by srun, one launcher a node
     device: str = "auto"  # auto | cpu | cuda
     threads_per_rank: int | None = None  # CPU threads of torch in each rank; None: cores / ranks, at least 1
     timeout_s: float = 300.0  # a collective that takes longer than this fails the attempt, in [1, 10^6]
     max_restarts: int = 3  # failed ranks are all started again this often, from the newest checkpoint, >= 0
     grace_s: float = 25.0  # after SIGTERM or SIGUSR1 the ranks have this long to save and end, in [0.1, 10^6]
+    # The rest is for cluster=slurm; hydra.launcher.X=VALUE sets what has no key here.
+    partition: str | None = None  # sbatch --partition; None: the cluster's default
+    account: str | None = None  # sbatch --account
+    constraint: str | None = None  # sbatch --constraint: features that the nodes must have
+    time: int = 60  # sbatch --time in minutes, >= 2; a run that is not finished by then goes back into the queue
+    gpus_per_node: int | None = None  # sbatch --gpus-per-node; ranks / nodes, or None where ranks use the CPU
+    cpus_per_task: int | None = None  # sbatch --cpus-per-task, for all ranks of a node; None: threads_per_rank each
+    array_parallelism: int = 256  # points of a sweep that run at the same time, >= 1
+    setup: list[str] = field(default_factory=list)  # shell lines before the run: module load, source .venv/bin/activate
+    container: str | None = None  # a command in front of python: apptainer exec --nv tagc.sif
+    max_requeues: int = 20  # a run that is preempted or out of time goes back into the queue this often, >= 0
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that run on one machine."""
+        return self.ranks // self.nodes
 
 
 @dataclass
@@ -152,6 +184,16 @@ class LoggingConfig:
 
 
 @dataclass
+class SweepConfig:
+    """How `run.py -m` goes about its points. No key of this belongs to a point's identity."""
+
+    retries: int = 1  # failed points are tried again this often in one command, >= 0; bad input is not
+    fail_fast: bool = False  # end at the first failed point; a SLURM array goes on
+    only: int | None = None  # run this point alone, 0-based in the complete list, in the folder it has in the sweep
+    mixed_code: bool = False  # go on although points in the folder were computed with other code
+
+
+@dataclass
 class Config:
     """One run."""
 
@@ -163,6 +205,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     experiment: str = "default"  # groups runs; on the command line experiment=NAME takes conf/experiment/NAME.yaml
     kernels: str = "auto"  # codec backend: auto (the fastest that runs here) | reference | cpu (numba) | triton (CUDA)
     seed: int = 0  # in [0, 2^32); initial weights, data order, hashes
@@ -209,13 +252,18 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     is_legal = dilation == "auto" if isinstance(dilation, str) else 1 <= dilation <= 1e6
     yield "network.time_dilation", is_legal, "auto, or a factor in [1, 10^6]"
     yield "network.reference_gpu", n.reference_gpu in REFERENCE_GPUS, "one of " + ", ".join(REFERENCE_GPUS)
-    yield "cluster.name", c.cluster.name == "local", "local"
+    yield "cluster.name", c.cluster.name in CLUSTERS, "one of " + ", ".join(CLUSTERS)
     yield "cluster.ranks", c.cluster.ranks >= 1, "an integer >= 1"
     yield "cluster.device", c.cluster.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"
     threads = c.cluster.threads_per_rank
     yield "cluster.threads_per_rank", threads is None or 1 <= threads <= 1024, "an integer in [1, 1024], or null"
     yield "cluster.timeout_s", 1 <= c.cluster.timeout_s <= 1e6, "seconds in [1, 10^6]"
     yield "cluster.max_restarts", c.cluster.max_restarts >= 0, "an integer >= 0"
+    for key, least in (("nodes", 1), ("time", 2), ("array_parallelism", 1), ("max_requeues", 0)):
+        yield f"cluster.{key}", getattr(c.cluster, key) >= least, f"an integer >= {least}"
+    for key in ("gpus_per_node", "cpus_per_task"):
+        count = getattr(c.cluster, key)
+        yield f"cluster.{key}", count is None or count >= 1, "an integer >= 1, or null"
     yield "cluster.grace_s", 0.1 <= c.cluster.grace_s <= 1e6, "seconds in [0.1, 10^6]"
     t, g = c.trainer, c.logging
     yield "trainer.max_steps", t.max_steps >= 1, "an integer >= 1"
@@ -237,6 +285,8 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "logging.wandb", g.wandb in ("auto", "online", "offline", "disabled"), "auto, online, offline or disabled"
     yield "logging.fidelity_every", g.fidelity_every >= 0, "an integer >= 0 (0: never)"
     yield "logging.console_every", g.console_every >= 1, "an integer >= 1"
+    yield "sweep.retries", c.sweep.retries >= 0, "an integer >= 0"
+    yield "sweep.only", c.sweep.only is None or c.sweep.only >= 0, "an integer >= 0, or null for all points"
     yield "kernels", c.kernels in KERNELS, "one of " + ", ".join(KERNELS)
     yield "seed", 0 <= c.seed < 2**32, "an integer in [0, 2^32)"
 
@@ -246,6 +296,26 @@ def _lookup(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def _check_nodes(cluster: ClusterConfig, network: NetworkConfig) -> None:
+    ranks, nodes, gpus = cluster.ranks, cluster.nodes, cluster.gpus_per_node
+    if ranks % nodes:
+        below, above = ranks // nodes * nodes, -(-ranks // nodes) * nodes
+        choices = " or ".join(str(count) for count in (below, above) if count)
+        raise UserError(
+            f"cluster.ranks={ranks} is not a multiple of cluster.nodes={nodes}; try cluster.ranks={choices}"
+        )
+    if gpus is not None and gpus * nodes != ranks:
+        raise UserError(
+            f"cluster.gpus_per_node={gpus} on cluster.nodes={nodes} are {gpus * nodes} GPUs for cluster.ranks={ranks}; "
+            f"every rank takes one: set cluster.ranks={gpus * nodes}"
+        )
+    if nodes > 1 and network.name == "namespaces":
+        raise UserError(
+            f"network=namespaces joins ranks of one machine, so it cannot have cluster.nodes={nodes}; set "
+            "network=paced, or network=real with a capped interface (slurm/README.md)"
+        )
 
 
 def _check_network(network: NetworkConfig) -> None:
@@ -275,6 +345,7 @@ def validate(config: Config) -> Config:
         if not holds:
             raise UserError(f"{key}={_lookup(config, key)} is out of range; legal: {legal}")
     _check_network(config.network)
+    _check_nodes(config.cluster, config.network)
     model, trainer, ranks = config.model, config.trainer, config.cluster.ranks
     if model.width % model.heads:
         raise UserError(

@@ -1,7 +1,8 @@
-"""Start the ranks of one run on this machine and wait for them.
+"""Start the ranks of one run and wait for them.
 
-The launcher prepares the data once, decides the run folder, starts ``cluster.ranks`` processes through torch elastic
-(the engine behind torchrun) and turns whatever goes wrong into one readable error. It never trains itself.
+Each machine of a run has its launcher. On the first, usually the only one, it prepares the data and decides the run
+folder (tagc/nodes.py); all of them start their share of ``cluster.ranks`` processes through torch elastic (the engine
+behind torchrun) and turn whatever goes wrong into one readable error. A launcher never trains itself.
 The parts below are imported when a run starts: they bring torch, and help, completion and bad input need not wait.
 """
 
@@ -17,10 +18,10 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +30,7 @@ from tagc.config import Config
 from tagc.device import count_cores, resolve_device
 from tagc.errors import UserError
 from tagc.network import open_network
+from tagc.nodes import Nodes, meet_nodes
 from tagc.rank_errors import RankFailure, find_root_cause, record_exception
 from tagc.restarts import begin_attempt, find_user_error, last_attempt
 from tagc.stop_request import SIGNALS, STOP_FILE_VARIABLE, forward_to_ranks, stop_file
@@ -63,7 +65,7 @@ class RunInterrupted(SystemExit):
 
 
 def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[str, Any]:
-    """Run ``config`` in ``run_dir`` and return what its rank 0 wrote to ``summary.json``.
+    """Run ``config`` in ``run_dir`` and return what its rank 0 wrote to ``summary.json`` (on other nodes nothing).
 
     ``worker`` is a module-level function, :func:`tagc.train.worker.run_worker` by default. Must be called from the
     main thread, because it handles signals. A run that fails leaves a ``summary.json`` with its status and error.
@@ -74,27 +76,28 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
     otherwise; :class:`RunInterrupted` on SIGINT, SIGHUP, SIGTERM and SIGUSR1. No rank outlives this call.
     """
     run_dir = run_dir.absolute()
-    with _claim_folder(run_dir), _raise_on_signals():
+    if config.cluster.name == "slurm" and "SLURM_JOB_ID" not in os.environ:
+        raise UserError("cluster=slurm submits a job with -m only: python run.py -m cluster=slurm ...")
+    with _raise_on_signals(), meet_nodes(config.cluster) as nodes:
+        if nodes.index:
+            return _follow(config, worker, nodes)
+        try:
+            return _lead(config, run_dir, worker, nodes)
+        except Exception as error:
+            nodes.announce(error=str(error))  # too late to be heard if the ranks have started
+            raise
+
+
+def _lead(config: Config, run_dir: Path, worker: Worker | None, nodes: Nodes) -> dict[str, Any]:
+    """On the first node, usually the only one: all that happens once for a run, and its ranks here."""
+    with _claim_folder(run_dir):
         from tagc.train.resume import prepare_start
 
         prepare_start(run_dir, config)
-        summary_path = run_dir / "summary.json"
         try:
-            device = resolve_device(config.cluster.device, config.cluster.ranks)
-            from tagc.data import prepare
-            from tagc.record import load_summary
-
-            data = prepare(config.data)
-            with open_network(config, device) as (config, network):
-                stopped_by = _run_ranks(config, data, run_dir, worker, network)
-            summary = load_summary(run_dir) if summary_path.exists() else {}
-            status = summary.get("status")
-            # A stop that meets a restart: the new ranks end at once, and the summary is the failed attempt's, if any.
-            if status == "interrupted" or (stopped_by and status != "done"):
-                raise RunInterrupted(stopped_by or signal.SIGTERM)
-            if not summary:
-                raise RankFailure(f"all ranks ended without an error, but rank 0 wrote no {summary_path}")
-            return summary
+            with nodes.open_report_folder(run_dir) as report_dir:
+                stopped_by = _start_here(config, run_dir, report_dir, worker, nodes)
+            return _read_outcome(run_dir, stopped_by)
         except KeyboardInterrupt:
             write_failed_summary(run_dir, "interrupted", "SIGINT", config)
             raise RunInterrupted(signal.SIGINT) from None
@@ -104,6 +107,44 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
         except Exception as error:
             write_failed_summary(run_dir, "failed", str(error), config)
             raise
+
+
+def _follow(config: Config, worker: Worker | None, nodes: Nodes) -> dict[str, Any]:
+    """On the other nodes: ranks only. Writes nothing and returns nothing: the first node tells how the run ended."""
+    start = nodes.wait_for_start()
+    run_dir = Path(start["run_dir"])
+    try:
+        _read_outcome(run_dir, _start_here(config, run_dir, start["report_dir"], worker, nodes))
+        return {}
+    except RunInterrupted as stop:
+        raise RunInterrupted(stop.signal, run_dir) from None
+
+
+def _start_here(config: Config, run_dir: Path, report_dir: str, worker: Worker | None, nodes: Nodes) -> int | None:
+    """Prepare the data and run this node's ranks; returns the signal that made them stop, if one did."""
+    device = resolve_device(config.cluster.device, config.cluster.ranks_per_node)
+    from tagc.data import prepare
+
+    data = prepare(config.data)
+    if nodes.index == 0:
+        nodes.announce(run_dir=str(run_dir), report_dir=report_dir)
+    with open_network(config, device) as (config, network):
+        return _run_ranks(config, data, run_dir, report_dir, worker, network, nodes)
+
+
+def _read_outcome(run_dir: Path, stopped_by: int | None) -> dict[str, Any]:
+    """The summary of a run whose ranks have ended without an error."""
+    from tagc.record import load_summary
+
+    summary_path = run_dir / "summary.json"
+    summary = load_summary(run_dir) if summary_path.exists() else {}
+    status = summary.get("status")
+    # A stop that meets a restart: the new ranks end at once, and the summary is the failed attempt's, if any.
+    if status == "interrupted" or (stopped_by and status != "done"):
+        raise RunInterrupted(stopped_by or signal.SIGTERM)
+    if not summary:
+        raise RankFailure(f"all ranks ended without an error, but rank 0 wrote no {summary_path}")
+    return summary
 
 
 def write_failed_summary(run_dir: Path, status: str, error: str, config: Config) -> None:
@@ -182,8 +223,20 @@ def _keep_sigint_from_ranks() -> Iterator[None]:
         done.set()
 
 
+def _shield_resource_tracker() -> None:
+    """Start multiprocessing's helper so that it outlives SIGUSR1, which SLURM sends to every process of a step.
+
+    It inherits the signals that are blocked while it is started; SIGINT and SIGTERM it ignores by itself.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _threads_per_rank(config: Config) -> int:
-    return config.cluster.threads_per_rank or max(1, count_cores() // config.cluster.ranks)
+    return config.cluster.threads_per_rank or max(1, count_cores() // config.cluster.ranks_per_node)
 
 
 @contextlib.contextmanager
@@ -193,7 +246,7 @@ def _rank_environment(config: Config, report_dir: str, network: dict[str, str]) 
     os.environ["OMP_NUM_THREADS"] = str(_threads_per_rank(config))
     os.environ[STOP_FILE_VARIABLE] = stop_file(report_dir)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback:  # gloo would look up the host's name, and warn where that has no address
+    if loopback and config.cluster.nodes == 1:  # gloo would look up the host's name, and warn where that has no address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.update(network)
     try:
@@ -203,35 +256,31 @@ def _rank_environment(config: Config, report_dir: str, network: dict[str, str]) 
         os.environ.update(saved)
 
 
-def _run_ranks(config: Config, data: Any, run_dir: Path, worker: Worker | None, network: dict[str, str]) -> int | None:
-    """Start the ranks and wait until all have ended; returns the signal that made them stop, if one did."""
+def _run_ranks(
+    config: Config,
+    data: Any,
+    run_dir: Path,
+    report_dir: str,
+    worker: Worker | None,
+    network: dict[str, str],
+    nodes: Nodes,
+) -> int | None:
+    """Start this node's ranks and wait until all have ended; returns the signal that made them stop, if one did."""
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())
         logger.propagate = False  # what they would say about a failed rank is said once, by find_root_cause
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="tagc_") as report_dir, _rank_environment(config, report_dir, network):
-        agent = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=config.cluster.ranks,
-            run_id=uuid.uuid4().hex,
-            role="rank",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # a free port, so that runs at the same time never meet
-            local_addr="localhost",
-            max_restarts=config.cluster.max_restarts,
-            start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=report_dir),
-            signals_to_handle=",".join(number.name for number in _signals_to_handle(signal.SIGHUP)),
-            shutdown_timeout=_SHUTDOWN_S,
-        )
+    _shield_resource_tracker()
+    with _rank_environment(config, report_dir, network):
         try:
             with _keep_sigint_from_ranks(), forward_to_ranks(report_dir, config.cluster.grace_s, _interrupt) as stop:
-                elastic_launch(agent, _run_rank)(worker, config, data, str(run_dir), report_dir)
+                elastic_launch(_configure_agent(config, report_dir, nodes), _run_rank)(
+                    worker, config, data, str(run_dir), report_dir
+                )
         except SignalException as hangup:
             raise RunInterrupted(hangup.sigval) from None
         except ChildFailedError as failed:
@@ -242,6 +291,31 @@ def _run_ranks(config: Config, data: Any, run_dir: Path, worker: Worker | None, 
         if error := find_user_error(report_dir):
             raise error
         return stop.received
+
+
+def _configure_agent(config: Config, report_dir: str, nodes: Nodes) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    alone = nodes.count == 1
+    return LaunchConfig(
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        nproc_per_node=config.cluster.ranks_per_node,
+        run_id=uuid.uuid4().hex if alone else nodes.endpoint,
+        role="rank",
+        rdzv_backend="c10d",
+        rdzv_endpoint=nodes.endpoint,
+        rdzv_configs={} if alone else {"is_host": False},  # the launchers have met at this store already
+        local_addr="localhost" if alone else None,
+        # Elastic counts restarts on each node for itself, and the counts would part: the attempts' folders, groups and
+        # micro-batches would no longer fit each other.
+        max_restarts=config.cluster.max_restarts if alone else 0,
+        start_method="spawn",
+        logs_specs=DefaultLogsSpecs(log_dir=report_dir),
+        signals_to_handle=",".join(number.name for number in _signals_to_handle(signal.SIGHUP)),
+        shutdown_timeout=_SHUTDOWN_S,
+    )
 
 
 def _die_with_launcher() -> None:

@@ -61,7 +61,7 @@ def test_a_sweep_leaves_one_complete_folder_per_job(text_folder, tmp_path):
         f"hydra.sweep.dir={tmp_path}",
     )
     assert done.returncode == 0, done.stderr
-    folders = {path.name.split("-")[1]: path for path in tmp_path.iterdir() if path.is_dir()}
+    folders = {path.name.split("-")[0]: path for path in tmp_path.iterdir() if path.is_dir()}
     assert set(folders) == {"fsdp", "tagc2"}
     for name, folder in folders.items():
         for file in ("config.yaml", "manifest.json", "log.txt"):

@@ -52,6 +52,8 @@ def open_network(config: Config, device: str) -> Iterator[tuple[Config, dict[str
 
 
 def _open_namespaces(config: Config, device: str) -> AbstractContextManager[dict[str, str]]:
+    if config.cluster.nodes > 1:
+        raise UserError("namespaces join ranks of one machine")
     if device == "cuda":
         raise UserError(
             "network=namespaces caps sockets, but GPUs of one machine talk over NVLink, PCIe or shared memory; "

@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tagc.config import Config, flatten, to_dict
+from tagc.config import Config, flatten, is_operational, to_dict
 from tagc.errors import UserError
 
 FORMAT = 1
@@ -32,12 +32,8 @@ FIXED_KEYS = (
     *("trainer.min_learning_rate_frac", "trainer.warmup_steps", "trainer.weight_decay", "trainer.beta*"),
     *("trainer.grad_clip", "trainer.param_dtype"),
 )
-# These change nothing in what is computed. Every other key may change too, but the log says so.
-FREE_KEYS = (
-    *("logging.*", "cluster.*", "experiment", "data.name", "data.path"),
-    *("trainer.resume", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.timing_warmup_steps"),
-    "trainer.profile",
-)
+# These may change beside tagc.config.OPERATIONAL_KEYS. Every other key may change too, but the log says so.
+FREE_KEYS = ("cluster.*", "data.name", "data.path", "trainer.timing_warmup_steps", "trainer.profile")
 
 
 class DamagedCheckpoint(Exception):
@@ -182,7 +178,8 @@ def check_config(folder: Path, info: CheckpointInfo, config: Config) -> list[str
     Errors: ``UserError`` listing the keys that differ and must not, with the ways out.
     """
     saved, current = flatten(info.config), flatten(to_dict(config))
-    differing = [key for key in saved if key in current and saved[key] != current[key] and not _matches(key, FREE_KEYS)]
+    compared = [key for key in saved if key in current and not is_operational(key) and not _matches(key, FREE_KEYS)]
+    differing = [key for key in compared if saved[key] != current[key]]
     told = {key: f"{key}={current[key]}, {saved[key]} in the checkpoint" for key in differing}
     fixed = [text for key, text in told.items() if _matches(key, FIXED_KEYS)]
     if fixed:

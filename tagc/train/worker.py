@@ -41,7 +41,7 @@ def rank_process(config: Config, run_dir: str) -> Iterator[torch.device]:
     """Logging, device and process group of this rank, given back at the end; yields the device."""
     rank = int(os.environ["RANK"])
     setup_logging(Path(run_dir), rank)
-    device = torch.device(resolve_device(config.cluster.device, config.cluster.ranks))
+    device = torch.device(resolve_device(config.cluster.device, config.cluster.ranks_per_node))
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

@@ -11,8 +11,18 @@ from tests.policy.sources import MODULES, imported_modules, imports_of, module_n
 
 CHAIN = ["codec", "kernels", "compressors", "comm", "train"]  # each may import those before it
 SIDE = ["model", "data", "network", "record"]  # know nothing of train
-GLUE = ["launch", "cli", "cli_errors", "rank_errors", "restarts"]  # between run.py and the parts; nobody imports them
-KNOWS_HYDRA = ["tagc.config", "tagc.cli", "tagc.cli_errors"]
+GLUE = [
+    "launch",
+    "cli",
+    "cli_errors",
+    "rank_errors",
+    "restarts",
+    "nodes",
+    "slurm",
+    "array_launcher",
+    "sweep",
+]  # between run.py and the parts; nobody imports them
+KNOWS_HYDRA = ["tagc.config", "tagc.cli", "tagc.cli_errors", "tagc.array_launcher", "tagc.sweep.sweeper"]
 
 
 def forbidden_parts(part: str) -> set[str]:

@@ -1,0 +1,1 @@
+"""Sweeps that survive: every point has one folder for good, its state is on disk, the same command goes on."""

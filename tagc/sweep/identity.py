@@ -1,0 +1,28 @@
+"""What makes two points of a sweep the same run: the resolved configuration without the keys that decide no number."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from tagc.config import Config, flatten, is_operational, to_dict
+
+ID_LENGTH = 8  # hexadecimal digits: among 1,000 points two meet by chance in 1 of 8,600 sweeps, and are then refused
+
+
+def science_config(config: Config) -> dict[str, Any]:
+    """The dotted keys that decide a run's numbers, with their values."""
+    return {key: value for key, value in flatten(to_dict(config)).items() if not is_operational(key)}
+
+
+def hash_config(config: Config) -> str:
+    """The identity of a run, :data:`ID_LENGTH` hexadecimal digits, whatever the order of the overrides."""
+    whole = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in science_config(config).items()}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:ID_LENGTH]
+
+
+def name_folder(config: Config) -> str:
+    """A point's folder inside the sweep's: ``tagc2-10gbps-nano-seed0-1a2b3c4d``. The hash decides."""
+    parts = (config.compressor.name, config.bandwidth.label, config.model.name, f"seed{config.seed}")
+    return "-".join((*parts, hash_config(config)))

@@ -1,0 +1,61 @@
+"""Several machines and SLURM, where neither is needed: what is refused, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tagc.array_launcher import check_same_request
+from tagc.config import Config, validate
+from tagc.errors import UserError
+from tagc.launch import launch
+from tagc.nodes import meet_nodes
+from tagc.slurm import check_submission
+
+
+@pytest.mark.parametrize(
+    ("cluster", "network", "message"),
+    [
+        ({"ranks": 3, "nodes": 2}, "paced", "cluster.ranks=3 .* cluster.nodes=2; try cluster.ranks=2 or 4"),
+        ({"ranks": 1, "nodes": 2}, "paced", "try cluster.ranks=2$"),
+        ({"nodes": 2, "gpus_per_node": 4}, "paced", "are 8 GPUs for cluster.ranks=2; .* set cluster.ranks=8"),
+        ({"nodes": 2}, "namespaces", "cannot have cluster.nodes=2; set network=paced"),
+    ],
+)
+def test_nodes_that_do_not_fit(cluster: dict[str, int], network: str, message: str) -> None:
+    config = Config()
+    config.network.name = network
+    for key, value in cluster.items():
+        setattr(config.cluster, key, value)
+    with pytest.raises(UserError, match=message):
+        validate(config)
+
+
+def test_several_nodes_need_srun() -> None:
+    config = Config()
+    config.cluster.nodes = 2
+    for environment in ({}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}):
+        with pytest.raises(UserError, match="one launcher on each node"), meet_nodes(config.cluster, environment):
+            pass
+
+
+def test_slurm_is_for_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    config = Config()
+    config.cluster.name = "slurm"
+    with pytest.raises(UserError, match=r"run.py -m cluster=slurm"):
+        launch(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="no sbatch in PATH"):
+        check_submission({"timeout_min": 5, "nodes": 1}, 2)
+
+
+def test_tasks_of_an_array_ask_for_the_same() -> None:
+    check_same_request([["cluster.ranks=2", "seed=0"], ["cluster.ranks=4", "seed=0"]])
+    with pytest.raises(UserError, match=r"cluster.nodes=1,2: .* one sweep for each value"):
+        check_same_request([["cluster.nodes=1", "seed=0"], ["cluster.nodes=2", "seed=0"]])
