@@ -29,6 +29,7 @@ from tagc.device import resolve_device
 from tagc.errors import UserError
 from tagc.sweep.code import check_same_code, describe_code
 from tagc.sweep.identity import name_folder
+from tagc.sweep.jobs import is_first_node
 from tagc.sweep.states import State, describe_job, load_json, read_state
 
 TARGET = "hydra_plugins.tagc.PointSweeper"  # conf/config.yaml; Hydra takes sweepers of no other package
@@ -96,7 +97,7 @@ class PointSweeper(Sweeper):
                 if not missing or not self._launch(missing):
                     break
         unfinished = [point for point in wanted if read_state(point.run_dir) is not State.DONE]
-        if unfinished:
+        if unfinished and is_first_node():  # the others may not see its files yet
             raise UserError(_describe_end(unfinished, len(wanted)))
 
     def _expand(self, arguments: list[str], sweep_dir: Path) -> list[Point]:
