@@ -19,12 +19,17 @@ from tagc.sweep.states import State, describe_job, load_json, read_state, record
 logger = logging.getLogger("tagc")
 
 
+def is_first_node() -> bool:
+    """Whether this process keeps the record; a run's other nodes, which srun starts too, only help."""
+    return os.environ.get("SLURM_PROCID", "0") == "0"
+
+
 def run_point(config: Config, run_dir: Path, launch: Callable[[Config, Path], dict[str, Any]]) -> dict[str, Any]:
     """Run ``config`` in its folder unless it is done there; an exception leaves its traceback in ``error.txt``.
 
     Errors: those of :func:`tagc.launch.launch`, and ``FolderInUse`` when the point runs elsewhere.
     """
-    if os.environ.get("SLURM_PROCID", "0") != "0":  # a run's other nodes help; the first one keeps the record
+    if not is_first_node():
         return launch(config, run_dir)
     state = read_state(run_dir)
     if state is State.DONE:  # by another command, since this sweep began

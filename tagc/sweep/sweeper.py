@@ -10,6 +10,7 @@ import copy
 import fcntl
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from tagc.device import resolve_device
 from tagc.errors import UserError
 from tagc.sweep.code import check_same_code, describe_code
 from tagc.sweep.identity import name_folder
+from tagc.sweep.jobs import is_first_node
 from tagc.sweep.states import State, describe_job, load_json, read_state
 
 TARGET = "hydra_plugins.tagc.PointSweeper"  # conf/config.yaml; Hydra takes sweepers of no other package
@@ -95,7 +97,7 @@ class PointSweeper(Sweeper):
                 if not missing or not self._launch(missing):
                     break
         unfinished = [point for point in wanted if read_state(point.run_dir) is not State.DONE]
-        if unfinished:
+        if unfinished and is_first_node():  # the others may not see its files yet
             raise UserError(_describe_end(unfinished, len(wanted)))
 
     def _expand(self, arguments: list[str], sweep_dir: Path) -> list[Point]:
@@ -143,6 +145,11 @@ class PointSweeper(Sweeper):
                 self._launcher.launch(batch, initial_job_idx=first)
         except cli.SweepStopped:
             return False
+        except OSError as error:  # Hydra writes into a point's folder before the point begins
+            raise UserError(
+                f"{error.filename or self._config.hydra.sweep.dir} cannot be written ({error.strerror}); free space or "
+                "fix its permissions; the same command then goes on"
+            ) from error
         return True
 
 
@@ -174,6 +181,8 @@ def _find_missing(points: list[Point], sweep_dir: Path) -> list[Point]:
                 f"point {point.number} ({point.settings}) of {sweep_dir} is being run by "
                 f"{describe_job(point.run_dir)}; wait for it, or choose another folder with hydra.sweep.dir"
             )
+        if point.run_dir.exists() and not point.run_dir.is_dir():
+            raise UserError(f"{point.run_dir} is in the way of the folder of point {point.number}; move it away")
     counts = {state: states.count(state) for state in State if state in states}
     told = ", ".join(f"{count} {state}" for state, count in counts.items())
     logger.info("sweep in %s: %d point(s), %s", sweep_dir, len(points), told)
@@ -202,12 +211,17 @@ def _claim_sweep(sweep_dir: Path, is_whole: bool) -> Iterator[None]:
 
     Errors: ``UserError`` if it cannot be written, holds something else, or a sweep on this host uses it.
     """
-    from tagc.record.files import explain_write_errors
-
-    with explain_write_errors(sweep_dir):
+    try:
         sweep_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=sweep_dir, buffering=0) as probe:
+            probe.write(b"probe")
         contents = [name for name in os.listdir(sweep_dir) if not name.startswith(".")]
         handle = os.open(sweep_dir, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(
+            f"the folder of the sweep, {sweep_dir}, cannot be written ({error.strerror}); free space or fix its "
+            "permissions, or set hydra.sweep.dir to another one"
+        ) from error
     try:
         if contents and MARKER not in contents:
             raise UserError(
