@@ -78,7 +78,7 @@ class Recorder(NullRecorder):
         self.manifest = write_manifest(self.run_dir, manifest)
         self._metrics = MetricsFile(self._metrics_path)
         self._layers: MetricsFile | None = None  # only a run that has layers to describe gets the file
-        self._mirror = WandbMirror(self.run_dir, config, self.manifest.get("wandb_run_id"))
+        self._mirror = WandbMirror(self.run_dir, self.manifest["wandb_mode"])
         self._display = StepDisplay(config.trainer.max_steps, config.logging.console_every, get_console())
         self._summary: dict[str, Any] | None = None
 
@@ -97,7 +97,6 @@ class Recorder(NullRecorder):
         """
         row = clean_row(row)
         self._metrics.append(row)
-        self._mirror.log(row)
         self._display.update(row)
 
     def layers(self, rows: Sequence[Row]) -> None:
@@ -132,7 +131,7 @@ class Recorder(NullRecorder):
             write_text_atomic(self.run_dir / "summary.json", text + "\n")
         finally:
             if first:
-                self._mirror.finish(summary, exit_code=0 if status == "done" else 1)
+                self._mirror.finish(status)
         return {**summary, "run_dir": str(self.run_dir)}
 
     def __exit__(
