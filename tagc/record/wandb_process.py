@@ -14,12 +14,14 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from tagc.errors import UserError
 from tagc.record.wandb_run import RunFeed, close_run, open_run, read_run_id
 
 POLL_S = 1.0
 FINISH_TIMEOUT_S = 15.0  # for the upload at the end; what is left then goes with `make wandb-sync`
 LOCK_TIMEOUT_S = 60.0  # an attempt that was killed may still be passing on its last rows
 NICENESS = 10
+MIN_FREE_BYTES = 1 << 20  # wandb writes on without a word when the disk is full, and its log ends there
 
 
 def lock_mirror(run_dir: Path, timeout_s: float) -> FileLock:
@@ -34,15 +36,23 @@ def remove_offline_runs(run_dir: Path) -> None:
         shutil.rmtree(folder)
 
 
+def require_space(folder: Path) -> None:
+    """Errors: ``UserError`` when the disk of ``folder`` is as good as full."""
+    if shutil.disk_usage(folder).free < MIN_FREE_BYTES:
+        raise UserError(f"no space left on the disk of {folder}")
+
+
 def mirror(run_dir: Path, mode: str) -> None:
     """Pass rows on as they come, until standard input ends (the recorder has finished, or its process is gone)."""
     with lock_mirror(run_dir, LOCK_TIMEOUT_S):
         if mode == "offline":
             remove_offline_runs(run_dir)
+        require_space(run_dir / "wandb")
         run = open_run(run_dir, mode, run_dir, FINISH_TIMEOUT_S)
         feed, is_over = RunFeed(run, run_dir), False
         while not is_over:
             is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])
+            require_space(run_dir / "wandb")
             feed.log_new()
         close_run(run, run_dir)
 

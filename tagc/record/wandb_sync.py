@@ -32,8 +32,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
     Errors: ``UserError`` when there are none.
     """
-    rows = (path for folder in folders for path in folder.rglob("metrics.jsonl"))
-    found = sorted({path.parent for path in rows if "earlier" not in path.parts})
+    rows = ((path, folder) for folder in folders for path in folder.rglob("metrics.jsonl"))
+    found = sorted({path.parent for path, folder in rows if "earlier" not in path.relative_to(folder).parts})
     if not found:
         raise UserError(f"no recorded run in {', '.join(map(str, folders))}; name the folder of a run or of a sweep")
     return found
@@ -42,7 +42,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 def upload(run_dir: Path) -> str:
     """Upload what W&B lacks of one run; returns what was done. Errors: whatever ``wandb`` raises."""
     if read_run_id(run_dir) is None:
-        return "not for W&B (logging.wandb=disabled)"
+        return "not for W&B, it has no run id (logging.wandb=disabled)"
     try:
         with lock_mirror(run_dir, 0):
             return _upload_locked(run_dir)

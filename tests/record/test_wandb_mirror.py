@@ -45,7 +45,11 @@ def test_an_offline_run_repeats_the_rows_and_is_rewritten_whole_when_resumed(con
     (run,) = (record["run"] for record in records if record["type"] == "run")
     assert (run["run_id"], run["run_group"], run["tags"]) == (run_id, "paper", ["a", "b"])
     facts = run["config"]["update"]
-    assert (facts["compressor.sparsity"], facts["bandwidth.label"], facts["manifest.device"]) == (0.8, "unlimited", "cpu")
+    assert (facts["compressor.sparsity"], facts["bandwidth.label"], facts["manifest.device"]) == (
+        0.8,
+        "unlimited",
+        "cpu",
+    )
     history = history_of(records)
     assert [row["_step"] for row in history] == list(range(1, 7))
     assert [{key: row[key] for key in make_row(1)} for row in history] == [
@@ -100,6 +104,22 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(config, make_row, tmp
         record_run(config, tmp_path, [make_row(1)])
     (warning,) = caplog.messages
     assert WARNING in warning and "File exists" in warning
+
+
+def test_a_full_disk_costs_one_warning(config, make_row, tmp_path, caplog):
+    folder = tmp_path / "wandb"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("a small disk can be mounted by root only")
+    try:
+        config.logging.wandb = "offline"
+        with caplog.at_level(logging.WARNING, "tagc"):
+            record_run(config, tmp_path, [make_row(1)])
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    (warning,) = caplog.messages
+    assert WARNING in warning and "no space left" in warning
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
 
 
 def test_no_process_at_all_costs_one_warning(config, make_row, tmp_path, monkeypatch, caplog):

@@ -65,11 +65,13 @@ def test_every_step_is_uploaded_once_however_often(record_run, server, capsys, t
 def test_what_is_not_uploaded_is_told(config, record_run, server, capsys, tmp_path):
     config.logging.wandb = "disabled"
     record_run(1, name="disabled")
+    record_run(1, name="disabled/earlier/1")
     config.logging.wandb = "offline"
     with lock_mirror(record_run(1, name="training"), 0):
         assert wandb_sync.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "disabled: not for W&B" in out and "training: left alone" in out and server.runs == {}
+    assert out.count("\n") == 2
 
 
 def test_a_dead_server_and_missing_runs_are_clear_errors(record_run, server, monkeypatch, capsys, tmp_path):
