@@ -9,10 +9,10 @@ STAMP := $(VENV)/.installed
 SOURCES := run.py tagc tests experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fix bench gpu-check clean
+.PHONY: help setup run test check fix bench gpu-check wandb-sync wandb-dashboard clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## create .venv and install everything under constraints.txt (a second time: nothing to do)
 
@@ -40,6 +40,12 @@ bench: $(STAMP)  ## time the kernels against a copy, once their tests pass (QUIC
 
 gpu-check: $(STAMP)  ## on a machine with a GPU: kernel tests, waits, speed, GPT-2 steps (6 minutes at most)
 	$(BIN)/python -m experiments.gpu_check $(ARGS)
+
+wandb-sync: $(STAMP)  ## upload to W&B what it lacks of the runs in outputs/ and multirun/ (ARGS=... names other folders)
+	$(BIN)/python -m tagc.record.wandb_sync $(ARGS)
+
+wandb-dashboard: $(STAMP)  ## save the dashboard as a view of the W&B project (ARGS="--project NAME"; --print sends nothing)
+	$(BIN)/python -m tagc.record.wandb_dashboard $(ARGS)
 
 fix: $(STAMP)  ## mend what the linter and the formatter can
 	$(BIN)/ruff check --fix $(SOURCES)

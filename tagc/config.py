@@ -180,6 +180,7 @@ class LoggingConfig:
     wandb_group: str | None = None  # None: the experiment's name
     wandb_tags: list[str] = field(default_factory=list)  # W&B tags
     fidelity_every: int = 0  # every so many steps compare the decoded gradient with the dense mean; 0: never
+    histograms_every: int = 50  # every so many steps layers.jsonl and W&B get every layer's numbers; 0: never
     console_every: int = 10  # steps between lines when the output is not a terminal, >= 1
 
 
@@ -284,6 +285,7 @@ def _range_rules(c: Config) -> Iterable[tuple[str, bool, str]]:
     yield "trainer.timing_warmup_steps", t.timing_warmup_steps >= 0, "an integer >= 0"
     yield "logging.wandb", g.wandb in ("auto", "online", "offline", "disabled"), "auto, online, offline or disabled"
     yield "logging.fidelity_every", g.fidelity_every >= 0, "an integer >= 0 (0: never)"
+    yield "logging.histograms_every", g.histograms_every >= 0, "an integer >= 0 (0: never)"
     yield "logging.console_every", g.console_every >= 1, "an integer >= 1"
     yield "sweep.retries", c.sweep.retries >= 0, "an integer >= 0"
     yield "sweep.only", c.sweep.only is None or c.sweep.only >= 0, "an integer >= 0, or null for all points"

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.record.dashboard import find_missing
+
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.end_to_end
 
@@ -80,6 +82,8 @@ def test_a_sweep_leaves_one_complete_folder_per_job(text_folder, tmp_path):
         assert (summary["compressor"], summary["bandwidth"], summary["ranks"]) == (name, "100gbps", 2)
         assert name in done.stdout
         assert "100gbps" in done.stdout
+    assert not (folders["fsdp"] / "layers.jsonl").exists()  # nothing is compressed
+    assert find_missing(folders["tagc2"]) == []
     (_, dense), (rows, sparse) = load(folders["fsdp"]), load(folders["tagc2"])
     assert sparse["grad_wire_bytes_per_step"] < 0.7 * dense["grad_wire_bytes_per_step"]
     assert sparse["param_wire_bytes_per_step"] == dense["param_wire_bytes_per_step"]

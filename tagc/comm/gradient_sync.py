@@ -28,12 +28,11 @@ from torch.profiler import record_function
 from tagc.comm.buckets import Bucket, Slot, build_bucket
 from tagc.comm.exchange import Exchange
 from tagc.comm.fsdp2 import GradientReduceScatter, ParameterAllGather, attach
+from tagc.comm.step_metrics import STATS, Metrics, describe_layers, summarise_step
 from tagc.comm.stopwatch import Stopwatch
 from tagc.compressors import COMPRESSORS, Dense, Kind, Part
 from tagc.config import Config
 from tagc.errors import UserError
-
-_STATS = ("kept", "densest", "union", "peers_union", "unresolved", "residual_squared")
 
 
 @dataclass
@@ -42,7 +41,8 @@ class StepReport:
 
     loss: float
     stop: bool = False  # a rank was asked to stop
-    metrics: dict[str, float | int | None] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+    layers: list[Metrics] = field(default_factory=list)  # every ``logging.histograms_every`` steps
     messages: list[str] = field(default_factory=list)
 
 
@@ -187,16 +187,19 @@ class GradientSync:
             self._pending.clear()
         numbers = self._gather_numbers(slots, loss, stop)
         self._check_finite(numbers["column_sums"])
-        stats_RSF = numbers["stats"].view(self._ranks, len(slots), len(_STATS))
-        self._send_returns(slots, stats_RSF[..., _STATS.index("unresolved")])
+        stats_RSF = numbers["stats"].view(self._ranks, len(slots), len(STATS))
+        self._send_returns(slots, stats_RSF[..., STATS.index("unresolved")])
         stop = bool(numbers["stop"].any())
-        report = StepReport(numbers["loss"].mean().item(), stop, _summarise_slots(slots, stats_RSF, self._step))
+        report = StepReport(numbers["loss"].mean().item(), stop, summarise_step(slots, stats_RSF, self._step))
+        every = self._config.logging.histograms_every
+        if every and self._step % every == 0:
+            report.layers = describe_layers(slots, stats_RSF, self._step)
         if self._fidelity is not None:
             dot, decoded, dense, error = numbers["fidelity"].sum(0).tolist()
             report.metrics["fidelity_cosine"] = dot / math.sqrt(decoded * dense) if decoded and dense else None
             report.metrics["fidelity_rel_error"] = math.sqrt(error / dense) if dense else None
         for slot, stats_RF in zip(slots, stats_RSF.unbind(1), strict=True):
-            largest = dict(zip(_STATS, stats_RF.amax(0).tolist(), strict=True))
+            largest = dict(zip(STATS, stats_RF.amax(0).tolist(), strict=True))
             message = slot.compressor.adapt(self._step, largest["densest"], largest["peers_union"])
             if message:
                 report.messages.append(message)
@@ -205,7 +208,7 @@ class GradientSync:
     def _gather_numbers(self, slots: Sequence[Slot], loss: Tensor, stop: bool) -> dict[str, Tensor]:
         """Every rank's numbers of this step: float64 [W, ...] by name, on the host (waits for the device)."""
         missing = torch.full((), math.nan, dtype=torch.float64, device=self._device)
-        stats = [getattr(slot.compressor.stats, name) for slot in slots for name in _STATS]
+        stats = [getattr(slot.compressor.stats, name) for slot in slots for name in STATS]
         sums = [bucket.column_sums for bucket in self.buckets if bucket.column_sums is not None]
         parts = {
             "loss": loss.detach().view(1),
@@ -270,26 +273,3 @@ def nonfinite_message(step: int, parameters: Sequence[str], ranks: Sequence[int]
         "this step updated nothing. Lower trainer.learning_rate, raise trainer.warmup_steps, set trainer.grad_clip, "
         "or look for bad data"
     )
-
-
-def _summarise_slots(slots: Sequence[Slot], stats_RSF: Tensor, step: int) -> dict[str, float | int | None]:
-    """Metrics over all ranks. Shares are those of the buckets that went compressed; None where nothing was measured."""
-    kept_S, _, union_S, peers_S, unresolved_S, residual_S = stats_RSF.sum(0).unbind(-1)
-    compressed = torch.tensor([not slot.compressor.is_dense(step) for slot in slots], dtype=torch.bool)
-    sparse = compressed & ~union_S.isnan()  # a quantiser keeps everything and has no union
-    ranks = stats_RSF.shape[0]
-    metrics: dict[str, float | int | None] = {
-        "compressed_buckets": int(compressed.sum()),
-        "dense_buckets": len(slots) - int(compressed.sum()),
-        "achieved_sparsity": None,
-        "union_density": None,
-        "peeled_frac": None,
-        "residual_norm": residual_S.nansum().sqrt().item(),
-    }
-    if sparse.any():
-        shard_S = torch.tensor([slot.numel for slot in slots], dtype=torch.float64)[sparse]
-        metrics["achieved_sparsity"] = 1 - (kept_S[sparse].sum() / (shard_S.sum() * ranks**2)).item()
-        metrics["union_density"] = (union_S[sparse].sum() / (shard_S.sum() * ranks)).item()
-        peers = peers_S[sparse].sum().item()
-        metrics["peeled_frac"] = 1 - unresolved_S[sparse].sum().item() / peers if peers else None
-    return metrics

@@ -71,6 +71,7 @@ class BucketStats:
     peers_union: Tensor | None = None  # elements of the own shard that its sketch holds
     unresolved: Tensor | None = None  # elements of the own shard that peeling could not separate
     residual_squared: Tensor | None = None  # squared norm of what this rank keeps, before returns
+    threshold: Tensor | None = None  # magnitude above which this rank selected, mean over shards
 
 
 class Compressor(ABC):
@@ -143,6 +144,11 @@ class Compressor(ABC):
         for name in self.state_tensors:
             value = state.get(name)
             setattr(self, name, None if value is None else value.to(self.spec.device))
+
+    @property
+    def ratio(self) -> float | None:
+        """Elements of a shard per cell of its sketch, at present; None for a method without a sketch."""
+        return None
 
     @property
     def residual_bytes(self) -> int:

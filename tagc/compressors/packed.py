@@ -45,10 +45,11 @@ class Packed(ResidualCompressor):
 
     def encode_message(self, gradient_WN: Tensor, step: int) -> Sequence[Part]:
         threshold_W1, decay = choose_threshold(self, gradient_WN, step)
+        threshold_W1 = threshold_W1 * self._raise_W1
         encoded = self.kernels.encode_packed(
             gradient_WN,
             self.residual_WN,
-            threshold_W1 * self._raise_W1,
+            threshold_W1,
             decay=decay,
             rank=self.spec.rank,
             capacity=self.capacity,
@@ -59,7 +60,7 @@ class Packed(ResidualCompressor):
         if self.capacity < self.spec.numel:
             self._adjust_raise(encoded.kept_W)
         self.stats.kept, self.stats.densest = encoded.kept_W.sum(), encoded.kept_W.max()
-        self.stats.residual_squared = encoded.residual_squared
+        self.stats.residual_squared, self.stats.threshold = encoded.residual_squared, threshold_W1.mean()
         return [Part(encoded.index_WB, "stack", "index"), Part(encoded.values_WC, "stack", "value")]
 
     def sample_values(self, gradient_WN: Tensor, position_K: Tensor) -> Tensor:

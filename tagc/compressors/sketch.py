@@ -152,7 +152,7 @@ class Sketch(Compressor):
         )
         self._own_N, self._sent_index_WB = encoded.own_N, encoded.index_WB
         self.stats.kept, self.stats.densest = encoded.kept_W.sum(), encoded.kept_W.max()
-        self.stats.residual_squared = encoded.residual_squared
+        self.stats.residual_squared, self.stats.threshold = encoded.residual_squared, threshold_W1.mean()
         return [Part(encoded.index_WB, "or", "index"), Part(encoded.cells_WS, "sum", "value")]
 
     def add_residual(self, gradient_WN: Tensor) -> Tensor:
@@ -230,6 +230,10 @@ class Sketch(Compressor):
         super().load_state_dict(state)
         self.layout = SketchLayout(*state["layout"].tolist())
         self._dense_until = state["dense_until"].item()
+
+    @property
+    def ratio(self) -> float:
+        return self.spec.numel / self.layout.sketch_numel
 
     @property
     def residual_bytes(self) -> int:

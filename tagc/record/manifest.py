@@ -15,7 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 import tagc
@@ -85,6 +84,8 @@ def _memory_bytes() -> int | None:
 
 def describe_hardware() -> dict[str, Any]:
     """CPU model, cores (and those this process may use), memory in bytes, GPU names, NCCL version."""
+    import torch  # here: whoever only reads records need not wait for it
+
     has_cuda = torch.cuda.is_available()
     return {
         "cpu_model": _cpu_model(),

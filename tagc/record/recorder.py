@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -15,12 +16,15 @@ from tagc.record.console import get_console
 from tagc.record.files import explain_write_errors, prepare_run_dir, write_text_atomic
 from tagc.record.manifest import write_config, write_manifest
 from tagc.record.progress import StepDisplay
-from tagc.record.rows import MetricsFile, Row, clean_row, load_rows, rewrite_rows
+from tagc.record.rows import MetricsFile, Row, clean_row, cut_rows, load_rows
 from tagc.record.summary import summarise
 from tagc.record.wandb_mirror import WandbMirror
 
 Status = Literal["done", "failed", "interrupted"]
-RECORD = ("metrics.jsonl", "summary.json", "manifest.json", "config.yaml", "log.txt", "profile", "checkpoints")
+RECORD = (
+    *("metrics.jsonl", "layers.jsonl", "summary.json", "manifest.json", "config.yaml", "log.txt"),
+    *("profile", "checkpoints", "wandb"),
+)
 
 logger = logging.getLogger("tagc")
 
@@ -30,6 +34,9 @@ class NullRecorder:
 
     def step(self, row: Row) -> None:
         """Ignore the row."""
+
+    def layers(self, rows: Sequence[Row]) -> None:
+        """Ignore the rows."""
 
     def log(self, message: str) -> None:
         """Ignore the message."""
@@ -48,7 +55,7 @@ class NullRecorder:
 
 
 class Recorder(NullRecorder):
-    """Writes the run folder: config.yaml and manifest.json first, metrics.jsonl as it goes, summary.json at the end.
+    """Writes the run folder: config.yaml and manifest.json first, the rows as they come, summary.json at the end.
 
     ``manifest`` comes from :func:`tagc.record.build_manifest`. ``resume_step=k`` continues the record in the folder:
     rows after step k are dropped (they will be written again) and the W&B run id is kept. Without it a record that is
@@ -62,7 +69,7 @@ class Recorder(NullRecorder):
     def __init__(self, run_dir: Path, config: Config, manifest: dict[str, Any], resume_step: int | None = None) -> None:
         self.run_dir = prepare_run_dir(Path(run_dir))
         self._config = config
-        self._metrics_path = self.run_dir / "metrics.jsonl"
+        self._metrics_path, self._layers_path = self.run_dir / "metrics.jsonl", self.run_dir / "layers.jsonl"
         if resume_step is None:
             set_aside_earlier_record(self.run_dir)
         else:
@@ -70,17 +77,16 @@ class Recorder(NullRecorder):
         write_config(self.run_dir, config)
         self.manifest = write_manifest(self.run_dir, manifest)
         self._metrics = MetricsFile(self._metrics_path)
-        self._mirror = WandbMirror(self.run_dir, config, self.manifest.get("wandb_run_id"))
+        self._layers: MetricsFile | None = None  # only a run that has layers to describe gets the file
+        self._mirror = WandbMirror(self.run_dir, self.manifest["wandb_mode"])
         self._display = StepDisplay(config.trainer.max_steps, config.logging.console_every, get_console())
         self._summary: dict[str, Any] | None = None
 
     def _drop_rows_after(self, step: int) -> None:
-        rows = load_rows(self._metrics_path) if self._metrics_path.exists() else []
-        kept = [row for row in rows if row["step"] <= step]
-        if len(kept) < step:  # the machine went down before they were on the disk, or the disk was full
-            logger.warning("%s lacks %d of the %d steps before", self._metrics_path, step - len(kept), step)
-        if rows:
-            rewrite_rows(self._metrics_path, kept)
+        kept = cut_rows(self._metrics_path, step)
+        if kept < step:  # the machine went down before they were on the disk, or the disk was full
+            logger.warning("%s lacks %d of the %d steps before", self._metrics_path, step - kept, step)
+        cut_rows(self._layers_path, step)
         with explain_write_errors(self.run_dir):  # its status is no longer true
             (self.run_dir / "summary.json").unlink(missing_ok=True)
 
@@ -91,8 +97,17 @@ class Recorder(NullRecorder):
         """
         row = clean_row(row)
         self._metrics.append(row)
-        self._mirror.log(row)
         self._display.update(row)
+
+    def layers(self, rows: Sequence[Row]) -> None:
+        """Record what the layers did in a step, a row each with ``step`` and ``layer``; to be called before its row.
+
+        Errors: as for :meth:`step`; ``UserError`` when ``layers.jsonl`` cannot be opened.
+        """
+        if rows and self._layers is None:
+            self._layers = MetricsFile(self._layers_path)
+        for row in rows:
+            self._layers.append(clean_row(row))
 
     def log(self, message: str) -> None:
         """One line for console and log.txt."""
@@ -107,6 +122,8 @@ class Recorder(NullRecorder):
         if self._summary is None:
             self._display.close()
             self._metrics.close()
+            if self._layers is not None:
+                self._layers.close()
             self._summary = {"status": status, **summarise(load_rows(self._metrics_path), self._config)}
         summary = self._summary = {**self._summary, "status": status, **(extra or {})}
         try:
@@ -114,7 +131,7 @@ class Recorder(NullRecorder):
             write_text_atomic(self.run_dir / "summary.json", text + "\n")
         finally:
             if first:
-                self._mirror.finish(summary, exit_code=0 if status == "done" else 1)
+                self._mirror.finish(status)
         return {**summary, "run_dir": str(self.run_dir)}
 
     def __exit__(

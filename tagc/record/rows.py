@@ -1,5 +1,7 @@
 """``metrics.jsonl``: one flat JSON object per optimizer step, the truth about a run.
 
+``layers.jsonl`` holds the like for every layer, every ``logging.histograms_every`` steps.
+
 A non-finite float is written as ``null``: JSON has no NaN, and a reader in any language must be able to load the file.
 """
 
@@ -34,7 +36,7 @@ def clean_row(row: Row) -> Row:
 
 
 class MetricsFile:
-    """Appends rows to ``metrics.jsonl``; every row has reached the operating system when :meth:`append` returns.
+    """Appends rows to a file of rows; every row has reached the operating system when :meth:`append` returns.
 
     Rows that cannot be written (a checkpoint may fill the disk for a moment) wait in memory, in order, for the next
     :meth:`append`, and for the last time for :meth:`close`.
@@ -72,7 +74,7 @@ class MetricsFile:
 
 
 def load_rows(path: Path) -> list[Row]:
-    """Read ``metrics.jsonl``. A torn last line (the run was killed while it wrote) is left out.
+    """Read ``metrics.jsonl`` or ``layers.jsonl``. A torn last line (the run was killed while it wrote) is left out.
 
     Errors: ``UserError`` naming file and line for a missing file or any other line that is not one JSON object.
     """
@@ -98,3 +100,33 @@ def load_rows(path: Path) -> list[Row]:
 def rewrite_rows(path: Path, rows: Sequence[Row]) -> None:
     """Replace the file by these rows, at once. Errors: ``UserError`` naming the folder."""
     write_text_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+
+
+def cut_rows(path: Path, step: int) -> int:
+    """Drop the rows after ``step`` and a torn last line; returns how many are left. No file: 0.
+
+    Errors: ``UserError`` naming the folder.
+    """
+    if not path.exists():
+        return 0
+    kept = [row for row in load_rows(path) if row["step"] <= step]
+    rewrite_rows(path, kept)
+    return len(kept)
+
+
+class RowReader:
+    """Reads a file of rows while it grows. What the file held when it was opened comes first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._position = path, 0
+
+    def read_new(self) -> list[Row]:
+        """The rows that were completed since the last call; none while the file does not exist."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._position)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._position += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.split(b"\n") if line]

@@ -1,33 +1,27 @@
-"""A mirror of ``metrics.jsonl`` in Weights & Biases that can neither slow nor stop training.
+"""The mirror of a run in Weights & Biases, which can neither slow nor stop training.
 
-Everything that touches ``wandb`` (its import included) happens in one background thread that is fed by a queue.
-Whatever goes wrong there becomes one warning; the rows are in ``metrics.jsonl`` in any case.
+A process of its own (:mod:`tagc.record.wandb_process`) reads the run folder's files as they grow: they are the queue,
+so nothing is dropped, and nothing waits. Whatever goes wrong there becomes one warning here.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
+import subprocess
+import sys
+import tempfile
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tagc.config import Config, flatten, to_dict
+import tagc
 
-INIT_TIMEOUT_S = 20.0
-FINISH_TIMEOUT_S = 60.0  # for the upload at the end; offline takes milliseconds
+FINISH_TIMEOUT_S = 25.0
+STOP_TIMEOUT_S = (
+    10.0  # of a run that stops before its end: SLURM does not wait, and the next attempt passes the rest on
+)
 
 logger = logging.getLogger("tagc")
-
-
-@dataclass(frozen=True)
-class _Finish:
-    """The last item of the queue."""
-
-    summary: dict[str, Any]
-    exit_code: int
 
 
 def resolve_mode(wanted: str) -> str:
@@ -37,90 +31,64 @@ def resolve_mode(wanted: str) -> str:
     return wanted
 
 
-def _name_run(config: Config) -> str:
-    parts = (config.model.name, config.compressor.name, config.bandwidth.label, f"{config.cluster.ranks}r")
-    return "-".join(parts) + f"-s{config.seed}"
+def build_command(run_dir: Path, mode: str) -> list[str]:
+    """The command of the mirror's process."""
+    return [sys.executable, "-m", "tagc.record.wandb_process", str(run_dir), mode]
 
 
 class WandbMirror:
-    """Sends rows to W&B from a background thread. With mode ``disabled`` it does nothing and imports nothing."""
+    """Mirrors ``run_dir``, whose config.yaml and manifest.json exist. mode: as :func:`resolve_mode` gives it."""
 
-    def __init__(self, run_dir: Path, config: Config, run_id: str | None) -> None:
-        self._run_dir, self._config, self._run_id = Path(run_dir), config, run_id
-        self._mode: Any = resolve_mode(config.logging.wandb)
-        self._items: queue.SimpleQueue[dict[str, Any] | _Finish] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if self._mode != "disabled":
-            self._thread = threading.Thread(target=self._work, name="wandb-mirror", daemon=True)
-            self._thread.start()
-
-    def log(self, row: dict[str, Any]) -> None:
-        """Queue one row; returns at once."""
-        if self._thread is not None and self._thread.is_alive():
-            self._items.put({key: value for key, value in row.items() if value is not None})
-
-    def finish(self, summary: dict[str, Any], exit_code: int = 0, timeout_s: float = FINISH_TIMEOUT_S + 10) -> None:
-        """Queue the headline numbers, close the W&B run and wait for it, at most ``timeout_s``."""
-        if self._thread is None:
+    def __init__(self, run_dir: Path, mode: str) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_given_up = False
+        if mode == "disabled":
             return
-        self._items.put(_Finish({key: value for key, value in summary.items() if value is not None}, exit_code))
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        try:
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+            self._process = self._start(Path(run_dir).absolute(), mode)
+        except OSError as error:
+            self._warn(error)
+            return
+        self._watcher = threading.Thread(target=self._watch, name="wandb-mirror", daemon=True)
+        self._watcher.start()
+
+    def _start(self, run_dir: Path, mode: str) -> subprocess.Popen[bytes]:
+        source = str(Path(tagc.__file__).resolve().parents[1])
+        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+        return subprocess.Popen(
+            build_command(run_dir, mode),
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for the ranks
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+
+    def _watch(self) -> None:
+        assert self._process is not None
+        if self._process.wait() and not self._is_given_up:
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").split("\n")
+            self._warn(next((line for line in reversed(lines) if line.strip()), "its process was killed"))
+
+    def finish(self, status: str) -> None:
+        """Let the mirror pass on what is left, after summary.json was written; waits a bounded time."""
+        if self._process is None:
+            return
+        timeout_s = FINISH_TIMEOUT_S if status == "done" else STOP_TIMEOUT_S
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._watcher.join(timeout_s)
+        if self._watcher.is_alive():
+            self._is_given_up = True
+            self._process.kill()
             self._warn(f"it did not finish within {timeout_s:.0f} s")
-        self._thread = None
+        self._process = None
 
     def _warn(self, reason: object) -> None:
         logger.warning(
-            "W&B does not mirror this run (%s); training goes on and metrics.jsonl holds every row. "
-            "logging.wandb=offline or logging.wandb=disabled avoids this",
-            " ".join(str(reason).split()) or type(reason).__name__,
+            "W&B does not mirror this run (%s); training goes on and metrics.jsonl holds every row. Upload it later "
+            "with `make wandb-sync`; logging.wandb=offline or logging.wandb=disabled avoids this",
+            reason,
         )
-
-    def _work(self) -> None:
-        """The thread: open the run, pass rows on until the end. Any failure ends it with one warning."""
-        try:
-            run = self._open_run()
-            while not isinstance(item := self._items.get(), _Finish):
-                run.log(item)
-            run.summary.update(item.summary)
-            run.finish(exit_code=item.exit_code)
-        except BaseException as error:  # a SystemExit from wandb must not end the thread with a traceback either
-            self._warn(error)
-
-    def _open_run(self) -> Any:
-        import wandb
-
-        known = wandb.Settings.model_fields  # the settings differ between releases
-        wanted: dict[str, Any] = {
-            "silent": True,
-            "console": "off",
-            "init_timeout": INIT_TIMEOUT_S,
-            "finish_timeout": FINISH_TIMEOUT_S,
-            "x_service_wait": INIT_TIMEOUT_S,
-            "x_disable_stats": True,  # sampling the machine would take time from the ranks
-            "x_disable_meta": True,  # manifest.json has it
-            "x_save_requirements": False,
-            "disable_git": True,
-            "disable_code": True,
-        }
-        settings = wandb.Settings(**{key: value for key, value in wanted.items() if key in known})
-        wandb.setup(settings=settings)
-        if self._mode == "online" and not wandb.login(prompt=False, verify=False):
-            # wandb.init would ask for a key on the terminal, and training would seem to hang.
-            raise RuntimeError("no API key: set WANDB_API_KEY or run `wandb login`")
-        options, logging_ = self._config, self._config.logging
-        run = wandb.init(
-            mode=self._mode,
-            dir=self._run_dir,
-            project=logging_.wandb_project,
-            group=logging_.wandb_group or options.experiment,
-            tags=list(logging_.wandb_tags),
-            name=_name_run(options),
-            config=flatten(to_dict(options)),
-            id=self._run_id,
-            resume="allow",
-            settings=settings,
-        )
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        return run

@@ -51,6 +51,7 @@ class Trainer:
         self.step = 0  # finished optimizer steps
         self.stop_requested: Callable[[], bool] = lambda: False  # asked once per step; one rank's yes stops all
         self.is_stopping = False
+        self.layer_rows: list[dict[str, Any]] = []  # of the last step's layers, every logging.histograms_every steps
         flops = flops_per_token(self.model) * config.trainer.global_batch * config.model.context / self.ranks
         self.link_scale = LinkScale(config, self.exchange.link, flops, device.type, self._largest_over_ranks)
 
@@ -139,6 +140,7 @@ class Trainer:
                 row["val_loss"] = self.validate()
             if checkpoints is not None:
                 row["checkpoint_ms"] = checkpoints.take_blocked_ms()  # between the step before and this one
+            recorder.layers([{"step": step + 1, **layer} for layer in self.layer_rows])
             recorder.step({"step": step + 1, **row})
             self.step = step + 1
             if checkpoints is not None and (checkpoints.is_due(self.step) or self.is_stopping):
@@ -157,7 +159,7 @@ class Trainer:
         self.sync.begin_step(step)
         loss = self._accumulate_gradients()
         report = self.sync.finish_step(loss, stop=self.stop_requested())
-        self.is_stopping = report.stop
+        self.is_stopping, self.layer_rows = report.stop, report.layers
         for message in report.messages:
             if self.rank == 0:
                 logger.warning("step %d: %s", step + 1, message)

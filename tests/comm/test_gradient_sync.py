@@ -82,6 +82,25 @@ def test_one_rank_trains_without_an_exchange():
         assert sum(sum(step.values()) for step in result["traffic"]) == 0
 
 
+def assert_layers_add_up(reports, method):
+    """The layers' numbers of the first step are the step's; later steps within the interval have none."""
+    first, *later = reports
+    assert [report.layers for report in later] == [[] for _ in later]
+    assert {layer["layer"] for layer in first.layers} <= {"root", "wte", "blocks.0", "blocks.1", "head"}
+    if method not in ("noop", "fsdp", "bf16"):
+        assert len(first.layers) == first.metrics["compressed_buckets"] + first.metrics["dense_buckets"] > 3
+    norm = math.sqrt(sum(layer["residual_norm"] ** 2 for layer in first.layers))
+    assert norm == pytest.approx(first.metrics["residual_norm"], nan_ok=True)
+    sparse = [layer for layer in first.layers if not layer["went_dense"] and not math.isnan(layer["union_density"])]
+    if first.metrics["achieved_sparsity"] is not None:
+        kept = sum(layer["density"] * layer["elements"] for layer in sparse)
+        assert 1 - kept / sum(layer["elements"] for layer in sparse) == pytest.approx(
+            first.metrics["achieved_sparsity"]
+        )
+        assert all(layer["threshold"] > 0 and layer["peeled_frac"] == 1 for layer in sparse if method == "tagc")
+        assert all((layer["ratio"] is None) == (method == "packed") for layer in sparse)
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [(name, 3) for name in ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2", "packed", "int8", "int4")]
@@ -96,6 +115,7 @@ def test_counted_bytes_equal_the_closed_form(name, ranks):
         sent = result["traffic"][-1]
         assert {kind: sent.get(kind, 0) for kind in ("value", "index")} == result["expected"]
         assert sent.get("return", 0) == 0
+        assert_layers_add_up(result["reports"], name)
 
 
 def test_lhc_sketches_what_fits():

@@ -1,4 +1,7 @@
-"""A long run as it goes: a rank is killed, all ranks start again, and SLURM's warning ends them with a checkpoint."""
+"""A long run as it goes: a rank is killed, all ranks start again, and SLURM's warning ends them with a checkpoint.
+
+Its record goes on as if nothing had happened, the mirror in W&B included.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,21 @@ import pytest
 
 from tagc.train.checkpoint_files import list_checkpoints, read_info
 from tests.comm.harness import VOCAB
+from tests.record.offline_log import history_of, read_log
 from tests.train.harness import write_tokens
 
 pytestmark = pytest.mark.end_to_end
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
     *("model.layers=1", "model.width=48", "model.heads=3", "model.context=16", "compressor.min_numel=512"),
-    *("data=bin", f"data.vocab_size={VOCAB}", "logging.wandb=disabled", "kernels=reference"),
+    *("data=bin", f"data.vocab_size={VOCAB}", "logging.wandb=offline", "kernels=reference"),
     *("trainer.max_steps=100000", "trainer.checkpoint_every=3", "trainer.eval_every=100000"),
+    "logging.histograms_every=2",
 )
 
 
-def _load_rows(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
+def _load_rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    path = run_dir / name
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -58,6 +63,7 @@ def test_a_killed_rank_costs_no_step_and_sigusr1_leaves_a_checkpoint(tmp_path: P
         _wait_for(run, lambda: list_checkpoints(run_dir) and len(_load_rows(run_dir)) > 7)
         os.kill(_find_rank(run, 1), signal.SIGKILL)
         before = _wait_for(run, lambda: _load_rows(run_dir))
+        layers_before = _load_rows(run_dir, "layers.jsonl")
         _wait_for(run, lambda: "restart 1 of" in (run_dir / "log.txt").read_text())
         _wait_for(run, lambda: len(_load_rows(run_dir)) > len(before) + 3)
         run.send_signal(signal.SIGUSR1)
@@ -72,3 +78,10 @@ def test_a_killed_rank_costs_no_step_and_sigusr1_leaves_a_checkpoint(tmp_path: P
     assert [row["train_loss"] for row in rows[: len(before)]] == [row["train_loss"] for row in before]
     assert read_info(list_checkpoints(run_dir)[0]).step == len(rows)
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
+    layers = _load_rows(run_dir, "layers.jsonl")
+    assert [layer["step"] for layer in layers] == [s for s in range(1, len(rows) + 1, 2) for _ in range(3)]
+    assert layers[: len(layers_before)] == layers_before
+    (log,) = run_dir.glob("wandb/offline-run-*/*.wandb")  # one for both attempts
+    history = history_of(read_log(log))
+    assert [row["_step"] for row in history] == list(range(1, len(rows) + 1))
+    assert [row["train_loss"] for row in history] == [row["train_loss"] for row in rows]

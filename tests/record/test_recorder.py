@@ -82,6 +82,7 @@ def test_an_earlier_record_is_set_aside_whole(open_recorder, make_row, tmp_path:
 def test_a_resumed_record_continues_after_the_step(open_recorder, make_row, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), open_recorder(tmp_path) as first:
         for step in range(1, 6):
+            first.layers([{"step": step, "layer": name, "threshold": 1.0} for name in ("wte", "head")])
             first.step(make_row(step, train_loss=1.0))
         raise RuntimeError("killed")
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -90,10 +91,13 @@ def test_a_resumed_record_continues_after_the_step(open_recorder, make_row, tmp_
     assert not (tmp_path / "summary.json").exists()  # `failed` is no longer true
     with resumed:
         for step in range(4, 8):
+            resumed.layers([{"step": step, "layer": "head", "threshold": float("nan")}] if step == 5 else [])
             resumed.step(make_row(step, train_loss=2.0))
     rows = load_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["train_loss"]) for row in rows] == [(s, 1.0 if s <= 3 else 2.0) for s in range(1, 8)]
     assert load_summary(tmp_path)["steps"] == 7
+    layers = load_rows(tmp_path / "layers.jsonl")
+    assert [(row["step"], row["threshold"]) for row in layers] == [*((s, 1.0) for s in (1, 1, 2, 2, 3, 3)), (5, None)]
     assert [start["started_at"] for start in resumed.manifest["earlier_starts"]] == [first.manifest["started_at"]]
 
 

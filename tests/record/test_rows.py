@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tagc.errors import UserError
-from tagc.record.rows import MetricsFile, clean_row, load_rows, rewrite_rows
+from tagc.record.rows import MetricsFile, RowReader, clean_row, cut_rows, load_rows, rewrite_rows
 
 
 def test_rows_survive_the_file(tmp_path: Path) -> None:
@@ -106,3 +106,28 @@ def test_rows_wait_for_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypat
     file.append({"step": 3, "train_loss": 0.5})
     file.close()
     assert load_rows(tmp_path / "metrics.jsonl") == [{"step": step, "train_loss": 0.5} for step in (1, 2, 3)]
+
+
+def test_a_growing_file_is_read_row_by_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = RowReader(path)
+    assert reader.read_new() == []
+    for written, read in (
+        (b'{"step": 1}\n{"ste', [{"step": 1}]),
+        (b'p": 2', []),
+        (b"}\n", [{"step": 2}]),
+        (b"", []),
+    ):
+        with path.open("ab") as file:
+            file.write(written)
+        assert reader.read_new() == read
+
+
+def test_cutting_rows_takes_a_torn_row_away_even_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert cut_rows(path, 3) == 0 and not path.exists()
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    assert cut_rows(path, 2) == 2
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    path.write_bytes(b'{"st')
+    assert cut_rows(path, 0) == 0 and path.read_bytes() == b""

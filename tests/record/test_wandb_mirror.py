@@ -1,171 +1,179 @@
+"""The mirror as training sees it: a process beside the ranks that may fail, hang or be killed."""
+
 from __future__ import annotations
 
 import json
 import logging
-import struct
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tagc.record import Recorder, build_manifest
+from tagc.record import Recorder, build_manifest, wandb_mirror, wandb_process, wandb_run
 from tagc.record.wandb_mirror import WandbMirror, resolve_mode
+from tests.record.offline_log import history_of, read_log
+
+WARNING = "W&B does not mirror this run"
 
 
-def read_offline_run(path: Path) -> list:
-    """Records of a W&B transaction log: protobuf messages in the LevelDB log format behind a 7-byte file header."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, position, records, message = path.read_bytes(), 7, [], b""
-    assert data[:4] == b":W&B"
-    while position + 7 <= len(data):
-        left_in_block = 32768 - position % 32768
-        if left_in_block < 7:
-            position += left_in_block
-            continue
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        message += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last piece of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(message)
-            records.append(record)
-            message = b""
-    return records
-
-
-def kind_of(record) -> str:
-    return record.WhichOneof("record_type")
-
-
-def as_dict(items) -> dict:
-    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
-
-
-def run_offline(config, run_dir: Path, rows: list[dict], **options) -> tuple[Recorder, list, float]:
-    started = time.perf_counter()
-    recorder = Recorder(run_dir, config, build_manifest(config, kernels="reference", device="cpu"), **options)
-    started_s = time.perf_counter() - started
-    with recorder:
+def record_run(config, run_dir: Path, rows: list[dict], **options) -> Recorder:
+    with Recorder(run_dir, config, build_manifest(config, kernels="reference", device="cpu"), **options) as recorder:
         for row in rows:
+            recorder.layers([{"step": row["step"], "layer": f"blocks.{i}", "density": 0.1 + i} for i in range(2)])
             recorder.step(row)
-    (log,) = run_dir.glob(f"wandb/offline-run-*/run-{recorder.manifest['wandb_run_id']}.wandb")
-    deadline = time.monotonic() + 20
-    # wandb's own process writes the file; the end may reach it a moment after finish() returned.
-    while "exit" not in map(kind_of, records := read_offline_run(log)):
-        assert time.monotonic() < deadline, "the offline run was never ended"
-        time.sleep(0.05)
-    return recorder, records, started_s
+    return recorder
 
 
-def test_an_offline_run_mirrors_the_rows_and_is_resumed_under_its_id(config, make_row, tmp_path, caplog) -> None:
+def replace_process(monkeypatch, program: str) -> None:
+    """Let the mirror run ``program`` in place of the process that talks to W&B."""
+    monkeypatch.setattr(wandb_mirror, "build_command", lambda run_dir, mode: [sys.executable, "-c", program])
+
+
+def test_an_offline_run_repeats_the_rows_and_is_rewritten_whole_when_resumed(config, make_row, tmp_path, caplog):
     config.logging.wandb, config.experiment, config.logging.wandb_tags = "offline", "paper", ["a", "b"]
-    rows = [make_row(step) for step in range(1, 4)]
     with caplog.at_level(logging.WARNING, "tagc"):
-        recorder, records, started_s = run_offline(config, tmp_path, rows)
+        first = record_run(config, tmp_path, [make_row(step) for step in range(1, 6)])
+        changed = [make_row(step, train_loss=1.0) for step in range(4, 7)]  # other ranks: rows 4 and 5 differ
+        resumed = record_run(config, tmp_path, changed, resume_step=3)
     assert caplog.text == ""
-    assert started_s < 1.0  # wandb.init alone takes about that long; it must not hold up training
-    (run,) = (record.run for record in records if kind_of(record) == "run")
-    assert (run.run_id, run.run_group, list(run.tags)) == (recorder.manifest["wandb_run_id"], "paper", ["a", "b"])
-    assert as_dict(run.config.update)["compressor.sparsity"] == 0.8
-    history = [as_dict(record.history.item) for record in records if kind_of(record) == "history"]
-    assert [{key: logged[key] for key in rows[0]} for logged in history] == rows
-    summary = {}
+    run_id = resumed.manifest["wandb_run_id"]
+    assert run_id == first.manifest["wandb_run_id"]
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    records = read_log(log)
+    (run,) = (record["run"] for record in records if record["type"] == "run")
+    assert (run["run_id"], run["run_group"], run["tags"]) == (run_id, "paper", ["a", "b"])
+    facts = run["config"]["update"]
+    assert (facts["compressor.sparsity"], facts["bandwidth.label"], facts["manifest.device"]) == (
+        0.8,
+        "unlimited",
+        "cpu",
+    )
+    history = history_of(records)
+    assert [row["_step"] for row in history] == list(range(1, 7))
+    assert [{key: row[key] for key in make_row(1)} for row in history] == [
+        *(make_row(step) for step in range(1, 4)),
+        *changed,
+    ]
+    assert history[-1]["train_time_s"] == 6.0
+    assert history[-1]["layers/blocks.1/density"] == 1.1
+    assert sum(history[-1]["histograms/density.values"]) == 2
+    summary: dict = {}
     for record in records:
-        if kind_of(record) == "summary":
-            summary |= as_dict(record.summary.update)
+        summary |= record["summary"]["update"] if record["type"] == "summary" else {}
     assert (summary["status"], summary["compressor"], summary["iteration_ms_median"]) == ("done", "tagc2", 1000)
-    assert any(record.metric.step_metric == "step" for record in records)
-
-    for folder in tmp_path.glob("wandb/offline-run-*"):
-        folder.rename(tmp_path / "first")  # one log per start; a second start in the same second shares the name
-    resumed, records, _ = run_offline(config, tmp_path, [make_row(4)], resume_step=3)
-    assert resumed.manifest["wandb_run_id"] == recorder.manifest["wandb_run_id"]
-    assert [record.run.run_id for record in records if kind_of(record) == "run"] == [run.run_id]
+    assert records[-1]["exit"]["exit_code"] == 0
 
 
-@pytest.mark.parametrize("where", ["init", "log", "finish"])
-def test_a_failing_wandb_costs_one_warning(config, make_row, tmp_path, monkeypatch, caplog, where) -> None:
-    import wandb
-
-    class Run:
-        def __init__(self) -> None:
-            self.summary: dict = {}
-
-        def define_metric(self, *args, **options) -> None: ...
-
-        def log(self, row: dict) -> None:
-            if where == "log":
-                raise OSError("broken pipe")
-
-        def finish(self, exit_code: int) -> None:
-            if where == "finish":
-                raise SystemExit(3)
-
-    def init(**options) -> Run:
-        if where == "init":
-            raise wandb.errors.CommError("no route\nto host")
-        return Run()
-
-    monkeypatch.setattr(wandb, "init", init)
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("print('no route'); raise SystemExit(1)", "no route"),
+        ("import os; os.kill(os.getpid(), 9)", "its process was killed"),
+    ],
+)
+def test_a_failing_process_costs_one_warning(config, make_row, tmp_path, monkeypatch, caplog, program, reason):
+    replace_process(monkeypatch, program)
     config.logging.wandb = "offline"
     with caplog.at_level(logging.WARNING, "tagc"):
-        with Recorder(tmp_path, config, build_manifest(config, kernels="reference", device="cpu")) as recorder:
-            for step in range(1, 6):
-                recorder.step(make_row(step))
-        assert len(caplog.records) == 1
-    assert "W&B does not mirror this run" in caplog.text
+        record_run(config, tmp_path, [make_row(step) for step in range(1, 6)])
+    (warning,) = caplog.messages
+    assert WARNING in warning and reason in warning
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 5
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
 
 
-def test_a_wandb_that_hangs_is_left_behind(config, make_row, tmp_path, monkeypatch, caplog) -> None:
-    import wandb
-
-    release = threading.Event()
-    monkeypatch.setattr(wandb, "init", lambda **options: release.wait(20) and None)
-    config.logging.wandb = "offline"
-    mirror = WandbMirror(tmp_path, config, "abc")
-    started = time.perf_counter()
-    mirror.log(make_row(1))
-    assert time.perf_counter() - started < 0.1
+def test_a_process_that_hangs_is_left_behind_and_ended(tmp_path, monkeypatch, caplog):
+    replace_process(monkeypatch, "import time; time.sleep(600)")
+    monkeypatch.setattr(wandb_mirror, "FINISH_TIMEOUT_S", 0.3)
+    mirror = WandbMirror(tmp_path, "online")
+    process = mirror._process
+    started = time.monotonic()
     with caplog.at_level(logging.WARNING, "tagc"):
-        mirror.finish({}, timeout_s=0.2)
-    assert time.perf_counter() - started < 5
-    assert "did not finish within" in caplog.text
-    release.set()
+        mirror.finish("done")
+    assert time.monotonic() - started < 20 and process.wait(20) == -9
+    (warning,) = caplog.messages
+    assert WARNING in warning and "did not finish" in warning
 
 
-def test_online_without_a_key_never_asks_on_the_terminal(config, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # no netrc
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked for a key"))
+def test_a_folder_that_cannot_be_written_costs_one_warning(config, make_row, tmp_path, caplog):
+    (tmp_path / "wandb").write_text("in the way")
+    config.logging.wandb = "offline"
+    with caplog.at_level(logging.WARNING, "tagc"):
+        record_run(config, tmp_path, [make_row(1)])
+    (warning,) = caplog.messages
+    assert WARNING in warning and "File exists" in warning
+
+
+def test_a_full_disk_costs_one_warning(config, make_row, tmp_path, caplog):
+    folder = tmp_path / "wandb"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("a small disk can be mounted by root only")
+    try:
+        config.logging.wandb = "offline"
+        with caplog.at_level(logging.WARNING, "tagc"):
+            record_run(config, tmp_path, [make_row(1)])
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    (warning,) = caplog.messages
+    assert WARNING in warning and "no space left" in warning
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
+
+
+def test_no_process_at_all_costs_one_warning(config, make_row, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(wandb_mirror, "build_command", lambda run_dir, mode: [str(tmp_path / "nothing")])
+    config.logging.wandb = "offline"
+    with caplog.at_level(logging.WARNING, "tagc"):
+        record_run(config, tmp_path, [make_row(1)])
+    (warning,) = caplog.messages
+    assert WARNING in warning and "No such file" in warning
+
+
+def test_whatever_wandb_raises_is_a_reason_in_one_line(config, make_row, tmp_path, monkeypatch, capsys):
+    def open_run(*_) -> None:
+        raise SystemExit("no route\nto host")
+
+    config.logging.wandb = "disabled"
+    record_run(config, tmp_path, [make_row(1)])
+    monkeypatch.setattr(wandb_process, "open_run", open_run)
+    monkeypatch.setattr(wandb_process, "NICENESS", 0)
+    monkeypatch.setattr(sys, "argv", ["wandb_process", str(tmp_path), "online"])
+    assert wandb_process.main() == 1
+    assert capsys.readouterr().out == "no route to host\n"
+
+
+def test_online_without_a_key_never_asks_on_the_terminal(config, make_row, tmp_path, monkeypatch):
     import wandb
 
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked for a key"))
     monkeypatch.setattr(wandb, "login", lambda **options: options["prompt"])
     monkeypatch.setattr(wandb, "init", lambda **options: pytest.fail("init would ask for a key"))
-    config.logging.wandb = "online"
-    with caplog.at_level(logging.WARNING, "tagc"):
-        WandbMirror(tmp_path, config, "abc").finish({})
-    assert "no API key: set WANDB_API_KEY" in caplog.text
+    record_run(config, tmp_path, [make_row(1)])
+    with pytest.raises(Exception, match="set WANDB_API_KEY"):
+        wandb_run.open_run(tmp_path, "online", tmp_path, 1.0)
 
 
-def test_disabled_does_not_import_wandb(tmp_path) -> None:
+def test_training_does_not_import_wandb(tmp_path):
     program = (
         "import sys; from pathlib import Path; from tagc.config import Config; import tagc.record as r\n"
-        "c = Config(); c.logging.wandb = 'disabled'\n"
+        "c = Config(); c.logging.wandb = sys.argv[2]\n"
+        "r.wandb_mirror.build_command = lambda run_dir, mode: ['true']\n"
         "with r.Recorder(Path(sys.argv[1]), c, r.build_manifest(c, kernels='reference', device='cpu')) as recorder:\n"
         "    recorder.step({'step': 1})\n"
         "assert 'wandb' not in sys.modules\n"
     )
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, cwd=root, timeout=60)
-    assert not (tmp_path / "wandb").exists()
+    subprocess.run([sys.executable, "-c", program, str(tmp_path), "offline"], check=True, cwd=root, timeout=60)
 
 
-def test_the_mode(monkeypatch) -> None:
+def test_reading_a_record_does_not_import_torch():
+    program = "import sys, tagc.record.wandb_process, tagc.record.wandb_sync; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2], timeout=60)
+
+
+def test_the_mode(monkeypatch):
     assert resolve_mode("auto") == "offline"
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     assert resolve_mode("auto") == "online"
