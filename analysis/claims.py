@@ -1,0 +1,126 @@
+"""The papers' claims (targets.csv) beside what was measured, and a verdict that follows from the rows by rule.
+
+A value counts as reached if its interval reaches the target and has the right sign. *reproduced*: at the claim's link.
+*partly*: only at another link, or the right sign and too little, or without an interval. *not*: measured there, and
+wrong. *not measured*: no row at the claim's link, and none elsewhere that speaks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from analysis.arms import compressor_of
+from analysis.cells import read_estimate
+from analysis.sheet import MISSING, Sheet, format_estimate
+from analysis.stats import Estimate
+
+TARGETS = Path(__file__).with_name("targets.csv")
+LOW_LINK_RATIO = 1.0  # "low bandwidth": dense communication takes longer than computation
+SAVINGS = {"iteration_saving": "saved_vs_fsdp_frac", "gradient_comm_saving": "saved_gradient_comm_frac"}
+
+
+class Evidence(NamedTuple):
+    """One measured value that bears on a claim; at_condition: at the link that the claim speaks of."""
+
+    place: str
+    estimate: Estimate
+    at_condition: bool
+
+
+def load_targets(path: Path = TARGETS) -> list[dict[str, Any]]:
+    """The claims, a dict each; empty fields are None."""
+    frame = pd.read_csv(path)
+    return frame.astype(object).where(frame.notna(), None).to_dict("records")
+
+
+def collect_evidence(target: dict[str, Any], cells: pd.DataFrame, losses: pd.DataFrame) -> list[Evidence]:
+    """All measured values of the claim's arm and metric.
+
+    cells: lines of :func:`analysis.cells.summarise_cell`; losses: of :func:`analysis.losses.compare_losses`.
+    """
+    metric = target["metric"]
+    if metric in SAVINGS and len(cells):
+        rows = cells[(cells["arm"] == target["arm"]) & cells["rate_mbps"].notna()]
+        return [
+            Evidence(
+                f"{line['cell']} ({line['network']})", read_estimate(line, SAVINGS[metric]), _is_at(line, cells, target)
+            )
+            for _, line in rows.iterrows()
+        ]
+    if metric.endswith("loss_increase") and len(losses):
+        rows = losses[(losses["arm"].map(compressor_of) == target["arm"]) & (losses["pairs"] > 0)]
+        if metric == "headline_loss_increase":
+            rows = rows[rows["arm"] == target["arm"]]  # the option as it stands: sparsity 0.8, attention dense
+        else:
+            rows = rows[rows["sparsity"] == rows["sparsity"].max()]  # the strongest setting that was run
+        names = ("degradation_frac", "degradation_frac_low", "degradation_frac_high")
+        return [
+            Evidence(f"{line['arm']} ({line['setting']})", Estimate(int(line["pairs"]), *line[list(names)]), True)
+            for _, line in rows.iterrows()
+        ]
+    return []
+
+
+def _is_at(line: pd.Series, cells: pd.DataFrame, target: dict[str, Any]) -> bool:
+    """Whether a cell's link is the claim's: a scaled 10 Gbit/s, or one where dense communication dominates."""
+    if target["link"] == "10gbps":
+        return line["nominal_mbps"] == 10_000 and line["time_dilation"] > 1
+    same = cells[(cells["cell"] == line["cell"]) & (cells["network"] == line["network"]) & (cells["arm"] == "fsdp")]
+    return bool((same["exposed_comm_ms"] > LOW_LINK_RATIO * same["compute_ms"]).any())
+
+
+def is_reached(estimate: Estimate, target: dict[str, Any]) -> bool:
+    """The interval reaches the target with the right sign; at most: its upper end stays below."""
+    if not estimate.is_known:
+        return False
+    if target["kind"] == "at_most":
+        return estimate.high <= target["target_frac"]
+    return estimate.low > 0 and estimate.high >= target["target_frac"]
+
+
+def points_right(estimate: Estimate, target: dict[str, Any]) -> bool:
+    """Something of the claim is there: an interval above zero; at most: a middle below the target."""
+    if target["kind"] == "at_most":
+        return estimate.middle <= target["target_frac"]
+    return estimate.low > 0 if estimate.is_known else estimate.middle > 0
+
+
+def judge(target: dict[str, Any], evidence: Sequence[Evidence]) -> tuple[str, str]:
+    """Verdict and why, from the best value at the claim's link and the best elsewhere."""
+    if not evidence:
+        return "not measured", target["if_not_measured"] or "no row of this arm and metric is recorded"
+    here, elsewhere = (_best([e for e in evidence if e.at_condition is flag], target) for flag in (True, False))
+    where = {"10gbps": "at a scaled 10 Gbit/s", "low": "where communication dominates"}.get(target["link"], "there")
+    if here is not None and is_reached(here.estimate, target):
+        return "reproduced", f"{format_estimate(here.estimate, show_n=True)} in {here.place}"
+    for best, place in ((here, ""), (elsewhere, f"; not measured {where}" if here is None else f"; not {where}")):
+        if best is not None and points_right(best.estimate, target):
+            return "partly", f"{format_estimate(best.estimate, show_n=True)} in {best.place}{place}"
+    best = here or elsewhere
+    assert best is not None
+    told = f"at best {format_estimate(best.estimate, show_n=True)} in {best.place}"
+    return ("not", told) if here is not None else ("not measured", f"{where}; {told}")
+
+
+def _best(evidence: Sequence[Evidence], target: dict[str, Any]) -> Evidence | None:
+    known = [item for item in evidence if item.estimate.middle == item.estimate.middle]
+    sign = -1 if target["kind"] == "at_most" else 1
+    return max(known, key=lambda item: sign * item.estimate.middle, default=None)
+
+
+def make_claims_sheet(cells: pd.DataFrame, losses: pd.DataFrame) -> Sheet:
+    """Every claim with its verdict."""
+    lines = []
+    for target in load_targets():
+        verdict, why = judge(target, collect_evidence(target, cells, losses))
+        lines.append((target["paper"], target["claim"], target["arm"], verdict, why or MISSING, target["source"]))
+    note = (
+        "Verdicts follow from the rows by rule. Reproduced: the interval reaches the claimed number, with the right "
+        "sign, at the claim's link. Partly: only at another link, or too little, or without an interval. Source: where "
+        "the claim stands; secondary: reported by others than its authors."
+    )
+    return Sheet("claims", "Claims and verdicts", note, ("paper", "claim", "arm", "verdict", "why", "source"), lines)
