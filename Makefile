@@ -6,10 +6,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := run.py tagc tests experiments
+SOURCES := run.py tagc tests experiments analysis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fix bench gpu-check clean
+.PHONY: help setup run test check fix bench gpu-check report results clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,13 @@ bench: $(STAMP)  ## time the kernels against a copy, once their tests pass (QUIC
 
 gpu-check: $(STAMP)  ## on a machine with a GPU: kernel tests, waits, speed, GPT-2 steps (6 minutes at most)
 	$(BIN)/python -m experiments.gpu_check $(ARGS)
+
+report: $(STAMP) results  ## every committed table, and a page with all figures in report/, from the recorded rows
+	$(BIN)/python -m experiments.iteration_time.table > /dev/null
+	$(BIN)/python -m analysis.report experiments -o report $(ARGS)
+
+results: $(STAMP)  ## the README's results, from the recorded rows
+	$(BIN)/python -m analysis.results
 
 fix: $(STAMP)  ## mend what the linter and the formatter can
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -71,9 +71,9 @@ def load_cell(path: Path) -> Cell:
     return Cell(shared, rows)
 
 
-def load_cells(rows_dir: Path, networks: Iterable[str] = NETWORKS) -> list[Cell]:
+def load_cells(rows_dir: Path | str, networks: Iterable[str] = NETWORKS) -> list[Cell]:
     """Every recorded cell, networks in the given order. Errors: ``UserError`` naming the folder if it holds none."""
-    paths = [path for network in networks for path in sorted((rows_dir / network).glob("*.json"))]
+    paths = [path for network in networks for path in sorted((Path(rows_dir) / network).glob("*.json"))]
     if not paths:
         raise UserError(f"{rows_dir} holds no recorded cells; measure some: python -m experiments.iteration_time")
     return [load_cell(path) for path in paths]

@@ -96,14 +96,21 @@ def judge(target: dict[str, Any], evidence: Sequence[Evidence]) -> tuple[str, st
     here, elsewhere = (_best([e for e in evidence if e.at_condition is flag], target) for flag in (True, False))
     where = {"10gbps": "at a scaled 10 Gbit/s", "low": "where communication dominates"}.get(target["link"], "there")
     if here is not None and is_reached(here.estimate, target):
-        return "reproduced", f"{format_estimate(here.estimate, show_n=True)} in {here.place}"
+        return "reproduced", _tell(here, evidence)
     for best, place in ((here, ""), (elsewhere, f"; not measured {where}" if here is None else f"; not {where}")):
         if best is not None and points_right(best.estimate, target):
-            return "partly", f"{format_estimate(best.estimate, show_n=True)} in {best.place}{place}"
+            return "partly", _tell(best, evidence) + place
     best = here or elsewhere
     assert best is not None
-    told = f"at best {format_estimate(best.estimate, show_n=True)} in {best.place}"
+    told = f"at best {_tell(best, evidence)}"
     return ("not", told) if here is not None else ("not measured", f"{where}; {told}")
+
+
+def _tell(best: Evidence, evidence: Sequence[Evidence]) -> str:
+    """The value, where it was measured, and among how many it is the best."""
+    count = sum(item.at_condition is best.at_condition for item in evidence)
+    chosen = f", the best of {count}" if count > 1 else ""
+    return f"{format_estimate(best.estimate, show_n=True)} in {best.place}{chosen}"
 
 
 def _best(evidence: Sequence[Evidence], target: dict[str, Any]) -> Evidence | None:

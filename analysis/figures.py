@@ -49,18 +49,17 @@ class Drawing:
     caption: str
     figure: Figure
 
+    @matplotlib.rc_context(SETTINGS)
     def save(self, folder: Path) -> Path:
         """Write PNG, PDF and SVG; returns the SVG."""
-        with matplotlib.rc_context(SETTINGS):
-            for form, metadata in METADATA.items():
-                self.figure.savefig(folder / f"{self.name}.{form}", dpi=150, metadata=metadata)
+        for form, metadata in METADATA.items():
+            self.figure.savefig(folder / f"{self.name}.{form}", dpi=150, metadata=metadata)
         return folder / f"{self.name}.svg"
 
 
 def _make_figure(columns: int = 1, height_in: float = 3.2) -> tuple[Figure, list[Axes]]:
-    with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-        return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
 def _draw_line(axes: Axes, x: pd.Series, y: pd.Series, arm: str, variant: int = 0, markers: int = 8) -> None:
@@ -70,18 +69,29 @@ def _draw_line(axes: Axes, x: pd.Series, y: pd.Series, arm: str, variant: int = 
     axes.plot(x, y, color=style.colour, marker=style.marker, linestyle=line, markevery=every, label=arm)
 
 
+def _set_log_ticks(axes: Axes, values: Sequence[float]) -> None:
+    """A logarithmic axis with a tick where something was measured."""
+    axes.set_xscale("log")
+    axes.set_xticks(values, [f"{value:.4g}" for value in values])
+    axes.minorticks_off()
+
+
 def _add_legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8)
 
 
+@matplotlib.rc_context(SETTINGS)
 def draw_saving_by_rate(table: pd.DataFrame, network: str, setting: str) -> Drawing:
-    """Share of ``fsdp``'s iteration time that each arm saves, over the link's rate; where a line falls below zero is
-    the crossover. table: lines of cells of one network and setting."""
+    """Share of ``fsdp``'s iteration time that each compressor saves, over the link's rate: zero is the crossover.
+
+    table: lines of cells of one network and setting. Torch's own methods are left out, they would flatten the rest.
+    """
     figure, (axes,) = _make_figure()
     axes.axhline(0, color="black", linewidth=0.8)
-    for arm in sort_arms(table["arm"]):
-        rows = table[(table["arm"] == arm) & table["rate_mbps"].notna()].sort_values("rate_mbps")
+    counted = table[(table["bytes_counted_by"] == "exchange") & table["rate_mbps"].notna()]
+    for arm in sort_arms(counted["arm"]):
+        rows = counted[counted["arm"] == arm].sort_values("rate_mbps")
         if arm == "fsdp" or rows["saved_vs_fsdp_frac"].isna().all():
             continue
         style, middle = style_of(arm), 100 * rows["saved_vs_fsdp_frac"]
@@ -96,7 +106,7 @@ def draw_saving_by_rate(table: pd.DataFrame, network: str, setting: str) -> Draw
             capsize=2,
             label=arm,
         )
-    axes.set_xscale("log")
+    _set_log_ticks(axes, sorted(counted["rate_mbps"].unique()))
     axes.set_xlabel("link rate on this machine (Mbit/s per direction, logarithmic)")
     axes.set_ylabel("shorter iteration than fsdp (%)")
     axes.set_title(f"{setting}, {network}", loc="left", fontsize=9)
@@ -105,6 +115,7 @@ def draw_saving_by_rate(table: pd.DataFrame, network: str, setting: str) -> Draw
     return Drawing(f"saving_{network}_{setting}", caption, figure)
 
 
+@matplotlib.rc_context(SETTINGS)
 def draw_iteration_bars(table: pd.DataFrame, network: str, setting: str) -> Drawing:
     """Iteration time of each arm, a panel per link, each with its own scale."""
     cells = list(dict.fromkeys(table.sort_values("rate_mbps", na_position="last")["cell"]))
@@ -121,11 +132,12 @@ def draw_iteration_bars(table: pd.DataFrame, network: str, setting: str) -> Draw
         axes.set_title(f"{rate.iloc[0]:.4g} Mbit/s" if len(rate) else "no cap", fontsize=8)
         axes.set_yticks(range(len(arms)), arms if axes is panels[0] else [""] * len(arms))
         axes.set_xlabel("ms per step")
-        axes.invert_yaxis()
+        axes.set_ylim(len(arms) - 0.5, -0.5)
     caption = f"Iteration time by link, {setting} ({network}): median, bars from the 20th to the 80th percentile."
     return Drawing(f"iteration_{network}_{setting}", caption, figure)
 
 
+@matplotlib.rc_context(SETTINGS)
 def draw_gradient_bars(table: pd.DataFrame, network: str, setting: str) -> Drawing:
     """Busy time of gradient communication, encode and decode beside the exchange, at the setting's slowest link."""
     counted = table[table["gradient_comm_ms"].notna() & table["rate_mbps"].notna()]
@@ -138,12 +150,13 @@ def draw_gradient_bars(table: pd.DataFrame, network: str, setting: str) -> Drawi
         axes.barh(i, moving, color="white", edgecolor=style.colour, hatch=style.hatch)
         axes.barh(i, codec[arm], left=moving, color=style.colour, edgecolor="black")
     axes.set_yticks(range(len(arms)), arms)
-    axes.invert_yaxis()
+    axes.set_ylim(len(arms) - 0.5, -0.5)
     axes.set_xlabel("gradient communication (ms per step): exchange hatched, encode + decode filled")
     caption = f"Gradient communication at the slowest link of {setting} ({network}), busy time, median of steps."
     return Drawing(f"gradient_{network}_{setting}", caption, figure)
 
 
+@matplotlib.rc_context(SETTINGS)
 def draw_bytes(numbers: pd.DataFrame, setting: str, index: int) -> Drawing:
     """Bytes per step by kind, stacked. numbers: of :func:`analysis.run_tables.make_bytes_sheet`, one setting."""
     figure, (axes,) = _make_figure(height_in=0.9 + 0.26 * len(numbers))
@@ -164,6 +177,7 @@ def draw_bytes(numbers: pd.DataFrame, setting: str, index: int) -> Drawing:
     return Drawing(f"bytes_{index}", f"Bytes by kind, {setting}.", figure)
 
 
+@matplotlib.rc_context(SETTINGS)
 def draw_curves(frame: pd.DataFrame, setting: str, index: int) -> Drawing:
     """Validation loss over steps and time, a line per arm. frame: arm, seed, step, time_s, val_loss."""
     figure, (by_step, by_time) = _make_figure(2)
@@ -184,6 +198,7 @@ def draw_curves(frame: pd.DataFrame, setting: str, index: int) -> Drawing:
 SHARES = {"achieved_sparsity": "sparsity", "union_density": "union density", "peeled_frac": "peeled"}
 
 
+@matplotlib.rc_context(SETTINGS)
 def draw_shares(frame: pd.DataFrame, setting: str, index: int) -> Drawing:
     """Sparsity, union density and peeled share over training. frame: arm, step and the columns of ``SHARES``."""
     figure, panels = _make_figure(len(SHARES), 2.8)
@@ -199,6 +214,7 @@ def draw_shares(frame: pd.DataFrame, setting: str, index: int) -> Drawing:
     return Drawing(f"shares_{index}", f"Sparsity, union density and peeled share over training, {setting}.", figure)
 
 
+@matplotlib.rc_context(SETTINGS)
 def draw_scaling(modelled: pd.DataFrame, workload: str, rate_gbps: float) -> Drawing:
     """Modelled share of ``fsdp``'s time that each arm saves, over ranks."""
     rows = modelled[(modelled["workload"] == workload) & (modelled["rate_gbps"] == rate_gbps)]
@@ -208,7 +224,7 @@ def draw_scaling(modelled: pd.DataFrame, workload: str, rate_gbps: float) -> Dra
         axes.axhline(0, color="black", linewidth=0.8)
         for arm in sort_arms(column for column in part if column in MODELLED_ARMS):
             _draw_line(axes, part["ranks"], 100 * (1 - part[arm] / part["fsdp"]), arm)
-        axes.set_xscale("log", base=2)
+        _set_log_ticks(axes, sorted(part["ranks"].unique()))
         axes.set_xlabel("ranks (logarithmic)")
         axes.set_title(f"MODELLED, {dtype} parameters", fontsize=9)
     panels[0].set_ylabel("shorter iteration than fsdp (%)")

@@ -6,6 +6,7 @@ A run is a folder (config.yaml, manifest.json, metrics.jsonl, summary.json) or w
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -102,12 +103,12 @@ class Recorded:
         return frame[["run", *keys, *(column for column in frame if column not in ("run", *keys))]]
 
 
-def load_recorded(paths: Iterable[Path]) -> Recorded:
+def load_recorded(paths: Iterable[Path | str]) -> Recorded:
     """Everything that was recorded under these folders, in the order of their names.
 
     Errors: ``UserError`` naming the file (and the line) for what is damaged, or the folders if they hold nothing.
     """
-    paths, found = list(paths), Recorded()
+    paths, found = [Path(path) for path in paths], Recorded()
     modelled, crossovers = [], []
     for path in paths:
         if not path.is_dir():
@@ -122,11 +123,18 @@ def load_recorded(paths: Iterable[Path]) -> Recorded:
                     _add_pair(found, file)
                 elif name.endswith(".csv") and (frame := _read_modelled(file)) is not None:
                     (modelled if "rate_gbps" in frame else crossovers).append(frame)
+    found.cells.sort(key=_order_cell)
     found.modelled = pd.concat(modelled, ignore_index=True) if modelled else pd.DataFrame()
     found.modelled_crossovers = pd.concat(crossovers, ignore_index=True) if crossovers else pd.DataFrame()
     if not (found.runs or found.cells or modelled or found.left_out):
         raise UserError(f"{', '.join(map(str, paths))}: no recorded run or row; name other folders")
     return found
+
+
+def _order_cell(cell: Cell) -> tuple[str, str, float]:
+    """By network and setting, slow links first."""
+    rate = cell.shared["link"]["rate_mbps"]
+    return cell.shared["cell"]["network"], cell.shared["setting"], math.inf if rate is None else rate
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, set[str]]]:

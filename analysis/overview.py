@@ -8,7 +8,7 @@ import pandas as pd
 
 from analysis.cell_tables import describe_link, format_saving
 from analysis.cells import Cell, read_estimate
-from analysis.sheet import MISSING, Sheet, format_estimate, format_number
+from analysis.sheet import MISSING, Sheet, format_estimate, format_number, format_range
 
 MODEL_ARMS = ("noop", "fsdp", "bf16", "tagc", "tagc2", "packed", "int8")
 MODEL_RATES_GBPS = (1.0, 10.0, 100.0)
@@ -31,7 +31,7 @@ def make_iteration_sheet(cells: Sequence[Cell], table: pd.DataFrame) -> Sheet:
     ]
     note = (
         "Median of the timed steps; arms took turns in the same processes. Shorter: paired by block, median and 95 % "
-        f"bootstrap interval over {table['blocks'].min()} to {table['blocks'].max()} blocks. `noop` is the ceiling."
+        f"bootstrap interval over {format_range(table['blocks'])} blocks. `noop` is the ceiling."
     )
     headers = ("setting", "link", "arm", "steps", "ms per step (p20-p80)", "shorter than fsdp", "shorter than bf16")
     return Sheet("iteration_time", "Iteration time by link", note, headers, lines, table)

@@ -19,7 +19,7 @@ from analysis.identity import label_arm
 from analysis.load import Recorded, load_recorded
 from analysis.losses import compare_losses
 from analysis.run_tables import make_loss_sheet
-from analysis.sheet import MISSING, Sheet, format_number
+from analysis.sheet import MISSING, Sheet, format_number, format_range
 from tagc.errors import UserError
 from tagc.record.files import write_text_atomic
 
@@ -51,8 +51,8 @@ def make_time_sheet(table: pd.DataFrame) -> Sheet:
     headers = ("compressor", *("no cap" if rate == MISSING else f"{rate} Mbit/s" for rate in rates))
     note = (
         f"Milliseconds per step, {first['setting']} on {first['machine']} ({first['network']}, time as measured), and "
-        f"how much shorter than `fsdp` with its 95 % interval; {table['steps'].min()} to {table['steps'].max()} timed "
-        f"steps in {table['blocks'].min()} to {table['blocks'].max()} blocks, arms in turn."
+        f"how much shorter than `fsdp` with its 95 % interval; {format_range(table['steps'])} timed "
+        f"steps in {format_range(table['blocks'])} blocks, arms in turn."
     )
     return Sheet("results_time", "Iteration time", note, headers, lines)
 

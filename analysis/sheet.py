@@ -78,6 +78,15 @@ def format_number(value: float | None, form: str) -> str:
     return MISSING if value is None or pd.isna(value) else format(value, form)
 
 
+def format_range(values: pd.Series) -> str:
+    """One number if all are equal, else the least and the largest.
+
+    >>> format_range(pd.Series([8, 8])), format_range(pd.Series([2, 8]))
+    ('8', '2 to 8')
+    """
+    return f"{values.min()}" if values.nunique() == 1 else f"{values.min()} to {values.max()}"
+
+
 def format_estimate(estimate: Estimate, form: str = "+.1%", show_n: bool = False) -> str:
     """Middle and interval; says ``n = 1`` in place of an interval that does not exist.
 

@@ -41,7 +41,7 @@ def test_equal_time_gives_the_faster_arm_its_advantage(study):
     tagc2 = table.loc["tagc2", "fsdp"]
     # 20 steps of 800 ms are 16 of the baseline's 1,000: its loss lies between those of steps 15 and 20.
     base = np.interp(16, [15, 20], [loss_at(15, 0, 1), loss_at(20, 0, 1)])
-    assert tagc2["degradation_frac"] == pytest.approx(loss_at(20, 0, 1.01) / base - 1, rel=0.01)
+    assert tagc2["degradation_frac"] == pytest.approx(loss_at(20, 0, 1.01) / base - 1, abs=1e-4)
     assert tagc2["saved_time_frac"] > 0 and tagc2["pairs"] == 3
     times = compare_run_times(runs).set_index("arm")
     assert times["saved_vs_fsdp_frac"]["tagc2"] == pytest.approx(0.2, abs=1e-3)
