@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import pandas as pd
@@ -16,7 +18,7 @@ from matplotlib.figure import Figure
 
 from analysis.arms import VARIANT_LINES, compressor_of, sort_arms, style_of
 
-SETTINGS = {
+SETTINGS: Any = {
     "svg.hashsalt": "tagc",
     "svg.fonttype": "path",
     "pdf.fonttype": 42,
@@ -33,7 +35,7 @@ SETTINGS = {
     "lines.markersize": 5,
 }
 #: a format's metadata that would differ from run to run
-METADATA = {
+METADATA: dict[str, dict[str, Any]] = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
     "png": {"Software": None},
@@ -55,6 +57,13 @@ class Drawing:
         for form, metadata in METADATA.items():
             self.figure.savefig(folder / f"{self.name}.{form}", dpi=150, metadata=metadata)
         return folder / f"{self.name}.svg"
+
+    @matplotlib.rc_context(SETTINGS)
+    def _repr_png_(self) -> bytes:
+        """How a notebook shows it."""
+        buffer = BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
 
 
 def _make_figure(columns: int = 1, height_in: float = 3.2) -> tuple[Figure, list[Axes]]:

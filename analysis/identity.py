@@ -26,6 +26,7 @@ NO_EFFECT = {
 TIME_ONLY = {"trainer.overlap", "trainer.compile", "trainer.reshard_after_forward", "trainer.micro_batch"}
 IGNORE_SETTINGS = ("fsdp", "noop")  # methods that read no key of their group
 DILATION_TOLERANCE = 0.02
+FEW_BLOCKS = 5
 
 Setting = dict[str, Any]
 
@@ -141,7 +142,8 @@ def find_notices(recorded: Recorded) -> list[Notice]:
 
 def _judge_losses(label: str, runs: Sequence[Run]) -> list[Notice]:
     newest = select_newest(runs)
-    found, seeds_of = [], {}
+    found: list[Notice] = []
+    seeds_of: dict[str, set[int]] = {}
     for arm, seed in newest:
         seeds_of.setdefault(arm, set()).add(seed)
     if "fsdp" not in seeds_of:
@@ -183,15 +185,20 @@ def _judge_commits(recorded: Recorded) -> list[Notice]:
 
 
 def _judge_cells(recorded: Recorded) -> list[Notice]:
-    """Settings whose cells do not have the same arms."""
+    """Settings whose cells do not have the same arms; cells of few blocks."""
     arms_of: dict[str, set[tuple[str, ...]]] = {}
     for cell in recorded.cells:
         arms_of.setdefault(cell.shared["setting"], set()).add(tuple(cell.shared["cell"]["arms"]))
-    return [
+    found = [
         Notice(setting, "its cells differ in arms: not every arm was measured at every link")
         for setting, arms in arms_of.items()
         if len(arms) > 1
     ]
+    for cell in recorded.cells:
+        key, blocks = cell.shared["cell"]["key"], cell.shared["cell"]["blocks"]
+        if blocks < FEW_BLOCKS:
+            found.append(Notice(key, f"{blocks} blocks only: its intervals are little more than the range"))
+    return found
 
 
 def _list_some(names: Sequence[str], most: int = 4) -> str:

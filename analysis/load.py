@@ -108,9 +108,10 @@ def load_recorded(paths: Iterable[Path | str]) -> Recorded:
 
     Errors: ``UserError`` naming the file (and the line) for what is damaged, or the folders if they hold nothing.
     """
-    paths, found = [Path(path) for path in paths], Recorded()
-    modelled, crossovers = [], []
-    for path in paths:
+    folders, found = [Path(path) for path in paths], Recorded()
+    modelled: list[pd.DataFrame] = []
+    crossovers: list[pd.DataFrame] = []
+    for path in folders:
         if not path.is_dir():
             raise UserError(f"{path} is no folder; name folders that hold recorded runs or rows")
         for folder, files in _walk(path):
@@ -127,7 +128,7 @@ def load_recorded(paths: Iterable[Path | str]) -> Recorded:
     found.modelled = pd.concat(modelled, ignore_index=True) if modelled else pd.DataFrame()
     found.modelled_crossovers = pd.concat(crossovers, ignore_index=True) if crossovers else pd.DataFrame()
     if not (found.runs or found.cells or modelled or found.left_out):
-        raise UserError(f"{', '.join(map(str, paths))}: no recorded run or row; name other folders")
+        raise UserError(f"{', '.join(map(str, folders))}: no recorded run or row; name other folders")
     return found
 
 

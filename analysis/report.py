@@ -98,6 +98,7 @@ def _build_run_sections(recorded: Recorded) -> list[Section]:
     loss = Section("Loss", [run_tables.make_loss_sheet(runs), run_tables.make_equal_time_sheet(recorded)])
     traffic = Section("Traffic", [run_tables.make_bytes_sheet(runs), run_tables.make_shares_sheet(runs)])
     numbers = traffic.sheets[0].numbers
+    assert numbers is not None
     groups = group_runs([run for run in runs if run.is_done], loss_setting)
     for index, (setting, members) in enumerate(groups.items(), start=1):
         frame = _make_curves(members)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 README, ROWS = ROOT / "README.md", ROOT / "experiments"
 BEGIN = "<!-- results: made by `make results` from experiments/, do not edit -->"
 END = "<!-- /results -->"
+WIDTH = 120
 BOUNDS = {"interpolated": "", "above": "over ", "below": "under "}
 
 
@@ -90,7 +92,11 @@ def make_results(recorded: Recorded) -> str:
         parts += [sheet.note, sheet.to_markdown(level=0)]
     claims = make_claims_sheet(table, compare_losses(recorded.runs))
     parts += [claims.note, claims.to_markdown(level=0)]
-    return "\n\n".join(part.strip() for part in parts if part)
+    return "\n\n".join(_wrap(part.strip()) for part in parts if part)
+
+
+def _wrap(text: str) -> str:
+    return text if text.startswith("|") else textwrap.fill(text, WIDTH, break_on_hyphens=False)
 
 
 def replace_section(readme: str, text: str) -> str:

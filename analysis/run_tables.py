@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 
@@ -85,7 +85,7 @@ def make_mean_sheet(
     name: str,
     title: str,
     note: str,
-    columns: dict[str, tuple[str, Callable[[float], str]]],
+    columns: Mapping[str, tuple[str, Callable[[float], str]]],
 ) -> Sheet:
     """Means over steps, then over seeds, of columns of the rows: one line per setting and arm.
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from analysis.stats import Estimate
 
 MISSING = "-"
+LONG_CELL = 60  # characters
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class Sheet:
 
     def to_html(self) -> str:
         """The bare ``<table>``; text is escaped."""
-        return self._frame().to_html(index=False, border=0, classes="sheet", justify="unset")
+        is_prose = any(len(cell) > LONG_CELL for line in self.lines for cell in line)
+        classes = "sheet prose" if is_prose else "sheet"  # numbers must not break, sentences must
+        return self._frame().to_html(index=False, border=0, classes=classes, justify="unset")
 
     def _frame(self) -> pd.DataFrame:
         return pd.DataFrame([list(line) for line in self.lines], columns=list(self.headers), dtype=str)
