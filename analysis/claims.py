@@ -1,8 +1,8 @@
 """The papers' claims (targets.csv) beside what was measured, and a verdict that follows from the rows by rule.
 
 A value counts as reached if its interval reaches the target and has the right sign. *reproduced*: at the claim's link.
-*partly*: only at another link, or the right sign and too little, or without an interval. *not*: measured there, and
-wrong. *not measured*: no row at the claim's link, and none elsewhere that speaks for it.
+*partly*: there the right sign but too little, or from less than three values; or not measured there, but right at
+another link. *not*: measured there, and wrong. *not measured*: no row there, and none elsewhere that speaks for it.
 """
 
 from __future__ import annotations
@@ -95,18 +95,18 @@ def judge(target: dict[str, Any], evidence: Sequence[Evidence]) -> tuple[str, st
     if not evidence:
         return "not measured", target["if_not_measured"] or "no row of this arm and metric is recorded"
     here, elsewhere = (_best([e for e in evidence if e.at_condition is flag], target) for flag in (True, False))
-    where = {"10gbps": "at a scaled 10 Gbit/s", "low": "where communication dominates"}.get(target["link"], "there")
+    where = {"10gbps": "at a scaled 10 Gbit/s ", "low": "where communication dominates "}.get(target["link"], "")
     if here is not None and is_reached(here.estimate, target):
         return "reproduced", _tell(here, evidence)
     if here is not None and points_right(here.estimate, target):
         return "partly", _tell(here, evidence)
-    told = f"{where} " + ("not measured" if here is None else f"at best {_tell(here, evidence)}")
-    if elsewhere is not None and points_right(elsewhere.estimate, target):
-        return "partly", f"{_tell(elsewhere, evidence)}; {told}"
+    told = where + ("not measured" if here is None else f"at best {_tell(here, evidence)}")
+    if elsewhere is not None:
+        told = f"{told}; elsewhere {_tell(elsewhere, evidence)}"
     if here is not None:
         return "not", told
     assert elsewhere is not None
-    return "not measured", f"{told}; elsewhere at best {_tell(elsewhere, evidence)}"
+    return "partly" if points_right(elsewhere.estimate, target) else "not measured", told
 
 
 def _tell(best: Evidence, evidence: Sequence[Evidence]) -> str:
@@ -130,7 +130,7 @@ def make_claims_sheet(cells: pd.DataFrame, losses: pd.DataFrame) -> Sheet:
         lines.append((target["paper"], target["claim"], target["arm"], verdict, why or MISSING, target["source"]))
     note = (
         "Verdicts follow from the rows by rule. Reproduced: the interval reaches the claimed number, with the right "
-        "sign, at the claim's link. Partly: only at another link, or too little, or without an interval. Source: where "
-        "the claim stands; secondary: reported by others than its authors."
+        "sign, at the claim's link. Partly: too little or from too few values there; or not measured there, but right at "
+        "another link. Not: measured there, and wrong. Source `secondary`: reported by others than the claim's authors."
     )
     return Sheet("claims", "Claims and verdicts", note, ("paper", "claim", "arm", "verdict", "why", "source"), lines)

@@ -181,6 +181,7 @@ def draw_bytes(numbers: pd.DataFrame, setting: str, index: int) -> Drawing:
         axes.barh(numbers["arm"], width, left=left, color="white", edgecolor=colour, hatch=hatch, label=kind)
         left += width
     axes.invert_yaxis()
+    axes.set_xlim(0, 1.03 * left.max())
     axes.set_xlabel("sent by one rank per step (MB)")
     _add_legend(figure, axes)
     return Drawing(f"bytes_{index}", f"Bytes by kind, {setting}.", figure)
@@ -200,7 +201,7 @@ def draw_curves(frame: pd.DataFrame, setting: str, index: int) -> Drawing:
     by_time.set_xlabel("steps x median iteration time (s)")
     by_step.set_ylabel("validation loss (nats per token)")
     _add_legend(figure, by_step)
-    caption = f"Validation loss over steps and over training time, mean of the seeds, {setting}."
+    caption = f"Validation loss over steps and over time (over time dilation, if any), mean of seeds, {setting}."
     return Drawing(f"loss_{index}", caption, figure)
 
 
@@ -217,6 +218,8 @@ def draw_shares(frame: pd.DataFrame, setting: str, index: int) -> Drawing:
             rows = means[(means["arm"] == arm) & means[column].notna()]
             if len(rows):
                 _draw_line(axes, rows["step"], 100 * rows[column], arm, variant, markers=5)
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(0, low), min(101, high))  # a share that is always 100 % would get a scale beyond it
         axes.set_xlabel("optimizer step")
         axes.set_title(f"{label} (%)", fontsize=9)
     _add_legend(figure, panels[0] if panels[0].lines else panels[-1])

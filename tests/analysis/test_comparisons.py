@@ -29,8 +29,8 @@ def notice_texts(folder) -> str:
 def test_degradation_is_paired_by_seed(study):
     table = compare_losses(load_recorded([study]).runs).set_index("arm")
     assert table.index.tolist() == ["fsdp", "bf16", "tagc2"]
-    assert table["degradation_frac"].tolist() == pytest.approx([0, 0, 0.01])
-    assert table["degradation_frac_high"]["tagc2"] == pytest.approx(0.01)  # seeds differ, their ratios do not
+    assert table["degradation_frac"].tolist() == pytest.approx([0, 0, 0.005])
+    assert table["degradation_frac_high"]["tagc2"] == pytest.approx(0.005)  # seeds differ, their ratios do not
     assert table["pairs"].tolist() == [3, 3, 3] and table["val_loss_sd"]["fsdp"] == pytest.approx(0.01)
     assert "one seed" not in notice_texts(study)
 
@@ -41,7 +41,7 @@ def test_equal_time_gives_the_faster_arm_its_advantage(study):
     tagc2 = table.loc["tagc2", "fsdp"]
     # 20 steps of 800 ms are 16 of the baseline's 1,000: its loss lies between those of steps 15 and 20.
     base = np.interp(16, [15, 20], [loss_at(15, 0, 1), loss_at(20, 0, 1)])
-    assert tagc2["degradation_frac"] == pytest.approx(loss_at(20, 0, 1.01) / base - 1, abs=1e-4)
+    assert tagc2["degradation_frac"] == pytest.approx(loss_at(20, 0, 1.005) / base - 1, abs=1e-4)
     assert tagc2["saved_time_frac"] > 0 and tagc2["pairs"] == 3
     times = compare_run_times(runs).set_index("arm")
     assert times["saved_vs_fsdp_frac"]["tagc2"] == pytest.approx(0.2, abs=1e-3)
@@ -141,7 +141,7 @@ TARGET = {"kind": "at_least", "target_frac": 0.1, "link": "10gbps", "if_not_meas
         ([(0.12, 0.09, 0.15, True)], "reproduced"),
         ([(0.05, 0.02, 0.08, True)], "partly"),
         ([(0.05, -0.02, 0.12, True)], "not"),
-        ([(0.05, -0.02, 0.12, True), (0.2, 0.1, 0.3, False)], "partly"),
+        ([(0.05, -0.02, 0.12, True), (0.2, 0.1, 0.3, False)], "not"),
         ([(0.2, 0.1, 0.3, False)], "partly"),
         ([(-0.2, -0.3, -0.1, False)], "not measured"),
         ([(0.2, math.nan, math.nan, True)], "partly"),  # one value proves nothing
