@@ -130,7 +130,7 @@ def make_claims_sheet(cells: pd.DataFrame, losses: pd.DataFrame) -> Sheet:
         lines.append((target["paper"], target["claim"], target["arm"], verdict, why or MISSING, target["source"]))
     note = (
         "Verdicts follow from the rows by rule. Reproduced: the interval reaches the claimed number, with the right "
-        "sign, at the claim's link. Partly: too little or from too few values there; or not measured there, but right at "
-        "another link. Not: measured there, and wrong. Source `secondary`: reported by others than the claim's authors."
+        "sign, at the claim's link. Partly: too little or from too few values there; or not measured there, but right "
+        "at another link. Not: measured there, and wrong. Source `secondary`: reported by others than its authors."
     )
     return Sheet("claims", "Claims and verdicts", note, ("paper", "claim", "arm", "verdict", "why", "source"), lines)
