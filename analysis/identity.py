@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -154,6 +155,11 @@ def _judge_losses(label: str, runs: Sequence[Run]) -> list[Notice]:
     unpaired = [arm for arm, seeds in seeds_of.items() if "fsdp" in seeds_of and not seeds & seeds_of["fsdp"]]
     if unpaired:
         found.append(Notice(label, f"no seed in common with fsdp: {', '.join(unpaired)}"))
+    lossless = sorted({arm for (arm, _), run in newest.items() if math.isnan(run.final_loss)})
+    if lossless:
+        found.append(
+            Notice(label, f"last loss is no number: it diverged or was never validated: {', '.join(lossless)}")
+        )
     if len(runs) > len(newest):
         found.append(Notice(label, f"{len(runs) - len(newest)} repetitions of an arm and seed: the newest counts"))
     return found

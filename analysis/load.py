@@ -77,6 +77,18 @@ class Run:
         return int(self.rows["step"].iloc[-1]) if len(self.rows) else 0
 
     @property
+    def val_curve(self) -> pd.DataFrame:
+        """``step`` and ``val_loss`` of every validation that gave a number."""
+        return self.rows.reindex(columns=["step", "val_loss"]).dropna()
+
+    @property
+    def final_loss(self) -> float:
+        """Validation loss after the last step; NaN if none was measured then, or it diverged."""
+        curve = self.val_curve
+        is_last = len(curve) and curve["step"].iloc[-1] == self.steps
+        return float(curve["val_loss"].iloc[-1]) if is_last else math.nan
+
+    @property
     def schema_version(self) -> int:
         """Of the record's layout; 1 is also that of records from before the number was written."""
         return self.manifest.get("schema_version", 1)

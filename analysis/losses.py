@@ -35,19 +35,6 @@ LOSS_COLUMNS = [
 ]
 
 
-def val_curve(run: Run) -> pd.DataFrame:
-    """``step`` and ``val_loss`` of every validation."""
-    if "val_loss" not in run.rows:
-        return pd.DataFrame(columns=["step", "val_loss"])
-    return run.rows[["step", "val_loss"]].dropna()
-
-
-def final_loss(run: Run) -> float:
-    """Validation loss after the last step; NaN if none was measured then or it diverged."""
-    curve = val_curve(run)
-    return float(curve["val_loss"].iloc[-1]) if len(curve) and curve["step"].iloc[-1] == run.steps else math.nan
-
-
 def compare_losses(runs: Sequence[Run]) -> pd.DataFrame:
     """One line per setting and arm: mean final validation loss over seeds, and degradation against ``fsdp``.
 
@@ -59,9 +46,9 @@ def compare_losses(runs: Sequence[Run]) -> pd.DataFrame:
         newest = select_newest(members)
         for arm in sort_arms(arm for arm, _ in newest):
             mine = {seed: run for (name, seed), run in newest.items() if name == arm}
-            losses = np.array([final_loss(run) for _, run in sorted(mine.items())])
+            losses = np.array([run.final_loss for _, run in sorted(mine.items())])
             ratios = [
-                final_loss(run) / final_loss(newest[BASELINE, seed]) - 1
+                run.final_loss / newest[BASELINE, seed].final_loss - 1
                 for seed, run in sorted(mine.items())
                 if (BASELINE, seed) in newest
             ]
@@ -119,7 +106,7 @@ def compare_pair(run: Run, baseline: Run, run_ms: float, baseline_ms: float) -> 
 
     Both learning rates follow their schedule to the end only in the sooner run, so equal time flatters it a little.
     """
-    (steps, losses), (base_steps, base_losses) = (val_curve(one).to_numpy(dtype=float).T for one in (run, baseline))
+    (steps, losses), (base_steps, base_losses) = (one.val_curve.to_numpy(dtype=float).T for one in (run, baseline))
     end_ms = min(steps[-1] * run_ms, base_steps[-1] * baseline_ms)
     mine, base = np.interp(end_ms / run_ms, steps, losses), np.interp(end_ms / baseline_ms, base_steps, base_losses)
     target = max(losses[-1], base_losses[-1])
@@ -133,7 +120,7 @@ def compare_at_equal_time(runs: Sequence[Run], cells: Sequence[Cell]) -> pd.Data
 
     Own times are used for runs with a capped link on one machine; cells, where one timed this very step and arm.
     """
-    done = [run for run in runs if run.is_done and len(val_curve(run))]
+    done = [run for run in runs if run.is_done and len(run.val_curve)]
     lines: list[dict[str, Any]] = []
     capped = [run for run in done if run.config.get("bandwidth.rate_mbps") is not None]
     for setting, members in group_runs(capped, time_setting).items():

@@ -19,10 +19,12 @@ from analysis.load import load_recorded
 from analysis.report import write_report
 from tagc.config import COMPRESSORS
 from tagc.errors import UserError
+from tests.analysis.conftest import write_run
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = ROOT / "experiments" / "iteration_time"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BARE = [f"{kind}_wire_bytes" for kind in ("value", "index", "return", "grad", "param")] + ["wire_bytes"]
 PROBE = """<script>
 addEventListener("load", () => {
   const page = document.documentElement;
@@ -104,6 +106,18 @@ def test_the_results_in_the_readme_are_current():
     assert current == readme, "README.md's results are not current: make results"
     with pytest.raises(UserError, match="once each"):
         results.replace_section(readme.replace(results.END, ""), "text")
+
+
+def test_runs_that_hold_little_still_make_a_page(tmp_path):
+    """One that diverged before its first validation, one without bytes, one that did not end."""
+    write_run(tmp_path / "runs" / "short", "bf16", steps=3)
+    for name, change in (("diverged", {"train_loss": None, "val_loss": None}), ("bare", dict.fromkeys(BARE))):
+        path = write_run(tmp_path / "runs" / name, "fsdp" if name == "bare" else "tagc2") / "metrics.jsonl"
+        rows = [json.loads(line) | change for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(load_recorded([tmp_path / "runs"]), tmp_path).read_text()
+    assert "interrupted after 3 of 20 steps: in no comparison" in page
+    assert "no number: it diverged or was never validated: tagc2" in page
 
 
 def test_the_results_show_the_losses_of_a_study(study):
