@@ -7,6 +7,7 @@ another link. *not*: measured there, and wrong. *not measured*: no row there, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +96,8 @@ def judge(target: dict[str, Any], evidence: Sequence[Evidence]) -> tuple[str, st
     if not evidence:
         return "not measured", target["if_not_measured"] or "no row of this arm and metric is recorded"
     here, elsewhere = (_best([e for e in evidence if e.at_condition is flag], target) for flag in (True, False))
+    if all(math.isnan(item.estimate.middle) for item in evidence):
+        return "not measured", "its runs gave no number: a seed diverged or was never validated"
     where = {"10gbps": "at a scaled 10 Gbit/s ", "low": "where communication dominates "}.get(target["link"], "")
     if here is not None and is_reached(here.estimate, target):
         return "reproduced", _tell(here, evidence)
@@ -117,7 +120,7 @@ def _tell(best: Evidence, evidence: Sequence[Evidence]) -> str:
 
 
 def _best(evidence: Sequence[Evidence], target: dict[str, Any]) -> Evidence | None:
-    known = [item for item in evidence if item.estimate.middle == item.estimate.middle]
+    known = [item for item in evidence if not math.isnan(item.estimate.middle)]
     sign = -1 if target["kind"] == "at_most" else 1
     return max(known, key=lambda item: sign * item.estimate.middle, default=None)
 

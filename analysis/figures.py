@@ -189,9 +189,14 @@ def draw_bytes(numbers: pd.DataFrame, setting: str, index: int) -> Drawing:
 
 @matplotlib.rc_context(SETTINGS)
 def draw_curves(frame: pd.DataFrame, setting: str, index: int) -> Drawing:
-    """Validation loss over steps and time, a line per arm. frame: arm, seed, step, time_s, val_loss."""
+    """Validation loss over steps and time, a line per arm, where all its seeds have one.
+
+    frame: arm, seed, step, time_s, val_loss.
+    """
     figure, (by_step, by_time) = _make_figure(2)
-    means = frame.groupby(["arm", "step"], as_index=False)[["time_s", "val_loss"]].mean()
+    groups = frame.dropna(subset="val_loss").groupby(["arm", "step"])
+    means = groups[["time_s", "val_loss"]].mean().assign(seeds=groups.size()).reset_index()
+    means = means[means["seeds"] == means["arm"].map(frame.groupby("arm")["seed"].nunique())]
     for arm, variant in _number_variants(means["arm"]):
         rows = means[means["arm"] == arm]
         _draw_line(by_step, rows["step"], rows["val_loss"], arm, variant)

@@ -17,7 +17,7 @@ from analysis.arms import sort_arms
 from analysis.cells import Cell, spell, summarise_cell
 from analysis.identity import group_runs, label_arm, loss_setting, select_newest, time_setting
 from analysis.load import Run
-from analysis.stats import Estimate, mean_interval
+from analysis.stats import UNKNOWN, Estimate, mean_interval
 
 BASELINE = "fsdp"
 LOSS_COLUMNS = [
@@ -39,7 +39,7 @@ def compare_losses(runs: Sequence[Run]) -> pd.DataFrame:
     """One line per setting and arm: mean final validation loss over seeds, and degradation against ``fsdp``.
 
     Degradation: per seed ``arm / fsdp - 1``, then mean and Student's interval over the ``pairs`` of seeds. Unfinished
-    runs and other settings never meet; a repeated seed counts once.
+    runs and other settings never meet; a repeated seed counts once; a seed without a final loss leaves no mean.
     """
     lines = []
     for setting, members in group_runs([run for run in runs if run.is_done], loss_setting).items():
@@ -52,7 +52,8 @@ def compare_losses(runs: Sequence[Run]) -> pd.DataFrame:
                 for seed, run in sorted(mine.items())
                 if (BASELINE, seed) in newest
             ]
-            estimate = mean_interval(ratios)
+            has_all = np.isfinite(ratios).all()  # a mean over the seeds that did not diverge would flatter
+            estimate = mean_interval(ratios) if has_all else UNKNOWN._replace(n=len(ratios))
             first = next(iter(mine.values()))
             lines.append(
                 {

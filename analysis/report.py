@@ -102,7 +102,7 @@ def _build_run_sections(recorded: Recorded) -> list[Section]:
     groups = group_runs([run for run in runs if run.is_done], loss_setting)
     for index, (setting, members) in enumerate(groups.items(), start=1):
         frame = _make_curves(members)
-        loss.drawings.append(figures.draw_curves(frame.dropna(subset="val_loss"), setting, index))
+        loss.drawings.append(figures.draw_curves(frame, setting, index))
         traffic.drawings.append(figures.draw_bytes(numbers[numbers["setting"] == setting], setting, index))
         if frame[list(figures.SHARES)].notna().any(axis=None):
             traffic.drawings.append(figures.draw_shares(frame, setting, index))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -48,6 +50,17 @@ def test_equal_time_gives_the_faster_arm_its_advantage(study):
     same = compare_pair(runs[0], runs[0], 5.0, 5.0)
     assert same == {"degradation_frac": 0, "saved_time_frac": 0}
     assert math.isnan(time_to_loss(np.array([1.0]), np.array([2.0]), 1.0, 1.0))
+
+
+def test_a_seed_that_diverged_is_not_averaged_away(study, tmp_path):
+    shutil.copytree(study, tmp_path / "study")
+    path = tmp_path / "study" / "tagc2-1" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | ({"val_loss": None} if row["step"] == 20 else {})) + "\n" for row in rows))
+    table = compare_losses(load_recorded([tmp_path]).runs).set_index("arm")
+    assert math.isnan(table["degradation_frac"]["tagc2"]) and math.isnan(table["val_loss"]["tagc2"])
+    assert table["degradation_frac"]["bf16"] == 0
+    assert "last loss is no number: it diverged or was never validated: tagc2" in notice_texts(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +151,7 @@ TARGET = {"kind": "at_least", "target_frac": 0.1, "link": "10gbps", "if_not_meas
     ("values", "verdict"),
     [
         ([], "not measured"),
+        ([(math.nan, math.nan, math.nan, True)], "not measured"),
         ([(0.12, 0.09, 0.15, True)], "reproduced"),
         ([(0.05, 0.02, 0.08, True)], "partly"),
         ([(0.05, -0.02, 0.12, True)], "not"),
