@@ -6,10 +6,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := run.py tagc tests experiments
+SOURCES := run.py tagc tests experiments analysis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fix bench gpu-check wandb-sync wandb-dashboard clean
+.PHONY: help setup run test check fix bench gpu-check report results wandb-sync wandb-dashboard clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,13 @@ wandb-sync: $(STAMP)  ## upload to W&B what it lacks of the runs in outputs/ and
 
 wandb-dashboard: $(STAMP)  ## save the dashboard as a view of the W&B project (ARGS="--project NAME"; --print sends nothing)
 	$(BIN)/python -m tagc.record.wandb_dashboard $(ARGS)
+
+report: $(STAMP) results  ## every committed table, and a page with all figures in report/, from the recorded rows
+	$(BIN)/python -m experiments.iteration_time.table > /dev/null
+	$(BIN)/python -m analysis.report experiments -o report $(ARGS)
+
+results: $(STAMP)  ## the README's results, from the recorded rows
+	$(BIN)/python -m analysis.results
 
 fix: $(STAMP)  ## mend what the linter and the formatter can
 	$(BIN)/ruff check --fix $(SOURCES)

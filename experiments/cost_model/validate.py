@@ -30,7 +30,7 @@ from tagc.cli import compose_config
 from tagc.network.cost_model import LinkCost, UnitCost, predict_iteration_ms
 
 VALIDATION = Path(__file__).parent / "validation.csv"
-FROM_README = Path(__file__).parent / "measured_readme.csv"  # the README's table, 55 timed steps a row
+FROM_README = Path(__file__).parent / "measured_readme.csv"  # an earlier table of the README, 55 timed steps a row
 VOCAB = 4096
 FITTED_MBPS = (None, 10_000, 100)  # of fsdp at 2 ranks, fp32 parameters; 10 Gbit/s binds nowhere here
 MESSAGE_MS = [0.0, *(10 ** (i / 4) for i in range(-8, 9, 1))]

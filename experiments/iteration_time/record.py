@@ -6,14 +6,12 @@ Both are written when the cell has ended; the json comes last: a cell without it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from experiments.iteration_time.plan import Cell, describe_cell
-from tagc.errors import UserError
 from tagc.record import load_rows
 from tagc.record.files import write_text_atomic
 
@@ -42,6 +40,7 @@ COLUMNS = {
 }
 #: of the manifest of a run, what decides numbers
 _MANIFEST_KEYS = (
+    "schema_version",
     "started_at",
     "git_commit",
     "git_dirty",
@@ -84,14 +83,3 @@ def record_cell(rows_dir: Path, cell: Cell, run_dir: Path, summary: dict[str, An
     }
     shared |= {key: summary[key] for key in _MANIFEST_KEYS}
     write_text_atomic(json_path, json.dumps(shared, indent=1) + "\n")
-
-
-def load_cells(rows_dir: Path, networks: Iterable[str]) -> list[tuple[dict[str, Any], pd.DataFrame]]:
-    """(what all rows share, rows) of every recorded cell, networks in the given order.
-
-    Errors: ``UserError`` naming the folder if it holds none.
-    """
-    paths = [path for network in networks for path in sorted((rows_dir / network).glob("*.json"))]
-    if not paths:
-        raise UserError(f"{rows_dir} holds no recorded cells; measure some: python -m experiments.iteration_time")
-    return [(json.loads(path.read_text()), pd.read_csv(path.with_suffix(".csv"))) for path in paths]

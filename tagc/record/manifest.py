@@ -25,6 +25,7 @@ from tagc.record.wandb_mirror import resolve_mode
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "hydra-core", "tagc")
 START_KEYS = ("started_at", "hostname", "git_commit", "git_dirty")
+SCHEMA_VERSION = 1  # of a run folder's files; raised when a reader of older ones would misread newer ones
 SOURCE_DIR = Path(tagc.__file__).resolve().parent
 
 
@@ -105,6 +106,7 @@ def build_manifest(config: Config, *, kernels: str, device: str, extra: dict[str
     """
     wandb_mode = resolve_mode(config.logging.wandb)
     manifest = {
+        "schema_version": SCHEMA_VERSION,
         "started_at": datetime.now().astimezone().isoformat(),
         "hostname": socket.gethostname(),
         "argv": list(sys.argv),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.policy.sources import MODULES, imported_modules, imports_of, module_name, part_of
+from tests.policy.sources import MODULES, ROOT, imported_modules, imports_of, module_name, part_of
 
 CHAIN = ["codec", "kernels", "compressors", "comm", "train"]  # each may import those before it
 SIDE = ["model", "data", "network", "record"]  # know nothing of train
@@ -56,6 +56,13 @@ def test_codec_imports_only_torch_and_the_standard_library(path: Path) -> None:
 def test_nothing_below_the_command_line_knows_hydra(path: Path) -> None:
     if module_name(path) not in KNOWS_HYDRA:
         assert not {"omegaconf", "hydra"} & {name.split(".")[0] for name in imports_of(path)}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "analysis").glob("*.py")), ids=module_name)
+def test_analysis_reads_what_was_recorded_and_imports_nothing_that_runs(path: Path) -> None:
+    imports = imports_of(path)
+    assert not {name for name in imports if name.split(".")[0] == "experiments"}
+    assert not {name for name in imports if name.startswith(("tagc.train", "tagc.launch", "tagc.comm"))}
 
 
 def test_every_part_has_its_rule() -> None:

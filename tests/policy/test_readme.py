@@ -68,7 +68,7 @@ def test_run_commands_compose(command: list[str]) -> None:
 
 def missing_modules(markdown: str) -> set[str]:
     """Modules of this project that ``python -m`` is said to run, and that do not exist."""
-    named = set(re.findall(r"python3? -m ((?:tagc|experiments|tests)\.[\w.]*\w)", markdown))
+    named = set(re.findall(r"python3? -m ((?:tagc|experiments|analysis|tests)\.[\w.]*\w)", markdown))
     places = {module: ROOT / module.replace(".", "/") for module in named}
     return {m for m, at in places.items() if not (at.with_suffix(".py").exists() or (at / "__main__.py").exists())}
 

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 
-import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.iteration_time.stats import (
-    bootstrap_median,
-    find_crossovers,
-    pair_blocks,
-    saved_time,
-    select_timed,
-    summarise_cell,
-)
-from experiments.iteration_time.table import (
-    make_agreement_sheet,
-    make_cell_sheet,
-    make_memory_sheet,
-    make_transport_sheet,
-)
+from analysis.cell_tables import make_agreement_sheet, make_cell_sheet, make_memory_sheet, make_transport_sheet
+from analysis.cells import Cell, find_crossovers, load_cell, pair_blocks, select_timed, summarise_cell
+from analysis.stats import paired_saving
+from tagc.errors import UserError
 
 #: arm -> (ms per step beside a drift, gradient bytes)
 ARMS = {
@@ -44,6 +34,7 @@ def make_rows() -> pd.DataFrame:
                 | {"grad_wire_bytes": grad_bytes, "param_wire_bytes": grad_bytes and PARAM_BYTES}
                 | {"link_sent_bytes": 12_000_000 if arm == "fsdp_gloo" else 10_500_000}
                 | {"dense_buckets": 1, "compressed_buckets": 3 if arm == "tagc2" else 0}
+                | {"exchange_ms": (grad_bytes or 0) / 1e4 + 60, "gather_ms": 60.0}
                 | {"compute_ms": 200.0, "exposed_comm_ms": ms - 200, "encode_ms": 1.0, "decode_ms": 2.0}
                 for step, time in enumerate(times)
             ]
@@ -73,13 +64,14 @@ def test_warm_up_and_the_first_step_of_a_turn_do_not_count():
 
 
 def test_pairing_removes_a_drift_that_hits_all_arms():
-    middle, low, high = saved_time(pair_blocks(make_rows()), "tagc2", "fsdp")
-    assert (middle, low, high) == pytest.approx((0.3, 0.3, 0.3))
-    assert all(map(math.isnan, saved_time(pair_blocks(make_rows()), "packed", "fsdp")))
+    estimate = paired_saving(pair_blocks(make_rows()), "tagc2", "fsdp")
+    assert estimate == pytest.approx((4, 0.3, 0.3, 0.3))
+    absent = paired_saving(pair_blocks(make_rows()), "packed", "fsdp")
+    assert absent.n == 0 and math.isnan(absent.middle) and not absent.is_known
 
 
 def test_a_cell_in_numbers():
-    table = summarise_cell(make_shared(), make_rows()).set_index("arm")
+    table = summarise_cell(Cell(make_shared(), make_rows())).set_index("arm")
     tagc2, gloo = table.loc["tagc2"], table.loc["fsdp_gloo"]
     assert (tagc2["steps"], tagc2["sent_bytes"]) == (12, 7_000_000)
     assert tagc2["saved_bytes_frac"] == pytest.approx(0.3)
@@ -95,29 +87,18 @@ def test_a_cell_in_numbers():
 
 
 def test_sheets_show_every_arm_and_the_transport_apart():
-    shared, rows = make_shared(), make_rows()
-    sheet = make_cell_sheet(shared, summarise_cell(shared, rows))
+    cell = Cell(make_shared(), make_rows())
+    sheet = make_cell_sheet(cell, summarise_cell(cell))
     assert [line[0] for line in sheet.lines] == list(ARMS)
     assert "with local changes" in sheet.note and "80 Mbit/s" in sheet.note
     assert "| 7.00 | 30.0% | +30.0% (+30.0% to +30.0%) |" in sheet.to_markdown()
-    (transport,) = make_transport_sheet([(shared, rows)]).lines
+    (transport,) = make_transport_sheet([cell]).lines
     assert transport[-1].startswith("+20.0%")
-    table = summarise_cell(shared, rows)
+    table = summarise_cell(cell)
     paced = table.assign(network="paced", iteration_ms=table["iteration_ms"] * 1.05)
     assert {line[-1] for line in make_agreement_sheet(pd.concat([table, paced])).lines} == {"+5.0%"}
     assert make_agreement_sheet(table).lines == []
-    assert len(make_memory_sheet([(shared, rows), (shared, rows)]).lines) == len(ARMS)
-
-
-def test_the_bootstrap_interval_covers_the_median_about_as_often_as_it_says():
-    generator = np.random.default_rng(0)
-    hits = 0
-    for trial in range(50):
-        middle, low, high = bootstrap_median(generator.normal(5, 1, size=15), seed=trial)
-        assert low <= middle <= high
-        hits += low <= 5 <= high
-    assert 44 <= hits <= 50
-    assert bootstrap_median(np.array([2.0, 2.0])) == (2.0, 2.0, 2.0)
+    assert len(make_memory_sheet([cell, cell]).lines) == len(ARMS)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +112,45 @@ def test_the_bootstrap_interval_covers_the_median_about_as_often_as_it_says():
 )
 def test_crossovers_lie_where_the_saved_time_is_gone(saved, crossover, bound):
     lines = [
-        {"network": "paced", "setting": "m", "arm": arm, "rate_mbps": rate, "saved_vs_fsdp_frac": share}
+        {"network": "paced", "machine": "this", "setting": "m", "arm": arm, "rate_mbps": rate}
+        | {"saved_vs_fsdp_frac": share, "bytes_counted_by": "interface" if arm == "ddp" else "exchange"}
         for rate, share in zip([10, 100, 1000], saved, strict=True)
         for arm in ("tagc2", "noop", "ddp")
     ]
     (found,) = find_crossovers(pd.DataFrame(lines), ("fsdp",)).to_dict("records")
     assert (found["arm"], found["bound"]) == ("tagc2", bound)
     assert found["crossover_mbps"] == pytest.approx(crossover)
+
+
+def test_cells_of_two_machines_give_no_common_crossover():
+    lines = [
+        {"network": "paced", "machine": machine, "setting": "m", "arm": "tagc2", "rate_mbps": rate}
+        | {"saved_vs_fsdp_frac": share, "bytes_counted_by": "exchange"}
+        for machine, rate, share in [("one", 10, 0.2), ("other", 1000, -0.2)]
+    ]
+    assert find_crossovers(pd.DataFrame(lines), ("fsdp",)).empty
+
+
+def test_gradient_communication_counts_codec_and_leaves_gathers_out():
+    table = summarise_cell(Cell(make_shared(), make_rows())).set_index("arm")
+    assert table["gradient_comm_ms"]["tagc2"] == pytest.approx(103)
+    assert table["saved_gradient_comm_frac"]["tagc2"] == pytest.approx(1 - 103 / 403)
+
+
+def test_a_damaged_cell_is_refused_by_name(tmp_path):
+    path, rows, shared = tmp_path / "cell.json", make_rows(), make_shared()
+    shared["cell"] |= {"block_steps": 4}
+    path.write_text(json.dumps(shared))
+    rows.to_csv(tmp_path / "cell.csv", index=False)
+    assert load_cell(path).machine == "cpu, ? cores"
+    for broken, message in (
+        (rows.drop(columns="turn_step"), "lacks turn_step"),
+        (rows[:-1], "not 16 rows of blocks for fsdp_gloo"),
+        (None, "cannot be read"),
+    ):
+        (tmp_path / "cell.csv").unlink()
+        if broken is not None:
+            broken.to_csv(tmp_path / "cell.csv", index=False)
+        with pytest.raises(UserError, match=message):
+            load_cell(path)
+        rows.to_csv(tmp_path / "cell.csv", index=False)

@@ -1,0 +1,173 @@
+"""Tables, figures and one page from recorded runs and rows.
+
+    python -m analysis.report experiments -o report/          # what is committed here
+    python -m analysis.report outputs/ multirun/ -o report/   # your own run folders
+
+writes ``index.html`` (self-contained), and under ``tables/`` and ``figures/`` every table as CSV, Markdown and LaTeX
+and every figure as PNG, PDF and SVG. Equal rows give equal bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+
+from analysis import figures, overview, run_tables
+from analysis.cell_tables import make_agreement_sheet, make_crossover_sheet, make_memory_sheet, make_transport_sheet
+from analysis.cells import find_crossovers, summarise_cell
+from analysis.claims import make_claims_sheet
+from analysis.figures import Drawing
+from analysis.identity import find_notices, group_runs, loss_setting, select_newest
+from analysis.load import Recorded, Run, load_recorded
+from analysis.losses import compare_losses, own_step_ms
+from analysis.sheet import Sheet
+from tagc.errors import UserError
+from tagc.record.files import write_text_atomic
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+SCALING_RATE_GBPS = 10
+
+
+@dataclass
+class Section:
+    """A part of the page."""
+
+    title: str
+    sheets: list[Sheet] = field(default_factory=list)
+    drawings: list[Drawing] = field(default_factory=list)
+
+    @property
+    def anchor(self) -> str:
+        """Its id on the page."""
+        return self.title.lower().replace(" ", "-")
+
+
+def build_sections(recorded: Recorded) -> list[Section]:
+    """The whole report, empty parts left out."""
+    tables = [summarise_cell(cell) for cell in recorded.cells]
+    table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+    sections = [
+        Section(
+            "What was run",
+            [run_tables.make_notice_sheet(find_notices(recorded)), run_tables.make_source_sheet(recorded)],
+        ),
+        Section("Verdicts", [make_claims_sheet(table, compare_losses(recorded.runs))]),
+    ]
+    if len(table):
+        sections.append(_build_time_section(recorded, table))
+    if recorded.runs:
+        sections += _build_run_sections(recorded)
+    if len(recorded.modelled):
+        sections.append(_build_modelled_section(recorded))
+    for section in sections:
+        section.sheets = [sheet for sheet in section.sheets if sheet.lines]
+    return [section for section in sections if section.sheets or section.drawings]
+
+
+def _build_time_section(recorded: Recorded, table: pd.DataFrame) -> Section:
+    cells = recorded.cells
+    sheets = [
+        overview.make_iteration_sheet(cells, table),
+        overview.make_gradient_sheet(table),
+        make_crossover_sheet(find_crossovers(table)),
+        make_transport_sheet(cells),
+        make_agreement_sheet(table),
+        make_memory_sheet(cells),
+    ]
+    drawings = []
+    for (network, setting), rows in table.groupby(["network", "setting"], sort=False):
+        drawings.append(figures.draw_iteration_bars(rows, network, setting))
+        if rows["rate_mbps"].nunique() > 1:
+            drawings.append(figures.draw_saving_by_rate(rows, network, setting))
+        if rows["rate_mbps"].notna().any():
+            drawings.append(figures.draw_gradient_bars(rows, network, setting))
+    return Section("Iteration time", sheets, drawings)
+
+
+def _build_run_sections(recorded: Recorded) -> list[Section]:
+    runs = recorded.runs
+    loss = Section("Loss", [run_tables.make_loss_sheet(runs), run_tables.make_equal_time_sheet(recorded)])
+    traffic = Section("Traffic", [run_tables.make_bytes_sheet(runs), run_tables.make_shares_sheet(runs)])
+    numbers = traffic.sheets[0].numbers
+    assert numbers is not None
+    groups = group_runs([run for run in runs if run.is_done], loss_setting)
+    for index, (setting, members) in enumerate(groups.items(), start=1):
+        frame = _make_curves(members)
+        loss.drawings.append(figures.draw_curves(frame, setting, index))
+        traffic.drawings.append(figures.draw_bytes(numbers[numbers["setting"] == setting], setting, index))
+        if frame[list(figures.SHARES)].notna().any(axis=None):
+            traffic.drawings.append(figures.draw_shares(frame, setting, index))
+    return [loss, traffic, Section("Runs", [run_tables.make_run_sheet(runs), run_tables.make_run_time_sheet(runs)])]
+
+
+def _make_curves(runs: Sequence[Run]) -> pd.DataFrame:
+    """arm, seed, step, time_s, val_loss and shares of the newest run of every arm and seed."""
+    columns = ["step", "val_loss", *figures.SHARES]
+    frames = []
+    for (arm, seed), run in select_newest(runs).items():
+        frame = run.rows.reindex(columns=columns).astype(float)
+        frames.append(frame.assign(arm=arm, seed=seed, time_s=frame["step"] * own_step_ms(run) / 1e3))
+    return pd.concat(frames, ignore_index=True)
+
+
+def _build_modelled_section(recorded: Recorded) -> Section:
+    sheets = [overview.make_scaling_sheet(recorded.modelled)]
+    if len(recorded.modelled_crossovers):
+        sheets.append(overview.make_modelled_crossover_sheet(recorded.modelled_crossovers))
+    workloads = recorded.modelled["workload"].unique()
+    drawings = [figures.draw_scaling(recorded.modelled, workload, SCALING_RATE_GBPS) for workload in workloads]
+    return Section("Beyond this machine: modelled", sheets, drawings)
+
+
+def write_report(recorded: Recorded, out_dir: Path) -> Path:
+    """Write everything; returns the page. Errors: ``UserError`` when the folder cannot be written."""
+    sections = build_sections(recorded)
+    tables_dir, figures_dir = out_dir / "tables", out_dir / "figures"
+    for folder in (tables_dir, figures_dir):
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier report: nothing stale stays
+        folder.mkdir(parents=True)
+    for sheet in (sheet for section in sections for sheet in section.sheets):
+        write_text_atomic(tables_dir / f"{sheet.name}.csv", sheet.to_csv())
+        write_text_atomic(tables_dir / f"{sheet.name}.md", sheet.to_markdown())
+        write_text_atomic(tables_dir / f"{sheet.name}.tex", sheet.to_latex())
+    images = {drawing.name: _encode(drawing.save(figures_dir)) for section in sections for drawing in section.drawings}
+    write_text_atomic(out_dir / "index.html", render_page(sections, images))
+    return out_dir / "index.html"
+
+
+def _encode(path: Path) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def render_page(sections: Sequence[Section], images: dict[str, str]) -> str:
+    """The page; images: data URIs by name of the figure."""
+    template: Any = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        TEMPLATE.read_text(encoding="utf-8")
+    )
+    return template.render(sections=sections, images=images) + "\n"
+
+
+def main() -> None:
+    """Parse, load, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, help="folders that hold run folders or recorded rows")
+    parser.add_argument("-o", "--out", type=Path, default=Path("report"), help="where the report goes")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    sys.stdout.write(f"{write_report(load_recorded(options.folders), options.out)}\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,128 @@
+"""The README's results section, made from recorded rows between two markers.
+
+python -m analysis.results            # rewrite it (make results)
+python -m analysis.results --check    # exit code 1 if it is not current
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.arms import sort_arms
+from analysis.cells import BASELINES, find_crossovers, read_estimate, summarise_cell
+from analysis.claims import make_claims_sheet
+from analysis.identity import label_arm
+from analysis.load import Recorded, load_recorded
+from analysis.losses import compare_losses
+from analysis.run_tables import make_loss_sheet
+from analysis.sheet import MISSING, Sheet, format_number, format_range
+from tagc.errors import UserError
+from tagc.record.files import write_text_atomic
+
+ROOT = Path(__file__).parents[1]
+README, ROWS = ROOT / "README.md", ROOT / "experiments"
+BEGIN = "<!-- results: made by `make results` from experiments/, do not edit -->"
+END = "<!-- /results -->"
+WIDTH = 120
+BOUNDS = {"interpolated": "", "above": "over ", "below": "under "}
+
+
+def pick_setting(table: pd.DataFrame) -> pd.DataFrame:
+    """Lines of the network and setting that were measured at most links: first in the rows' order if several."""
+    links = table.groupby(["network", "machine", "setting"], sort=False)["cell"].nunique()
+    network, machine, setting = links.idxmax()
+    is_it = (table["network"] == network) & (table["machine"] == machine) & (table["setting"] == setting)
+    return table[is_it]
+
+
+def make_time_sheet(table: pd.DataFrame) -> Sheet:
+    """Arms by links of one setting: median time, and the share of the iteration of ``fsdp`` that is saved."""
+    columns = table.sort_values("rate_mbps", na_position="last").drop_duplicates("cell")
+    lines = []
+    for arm in sort_arms(table["arm"]):
+        mine = table[table["arm"] == arm].set_index("cell")
+        shown = (_format_time(mine.loc[cell]) if cell in mine.index else MISSING for cell in columns["cell"])
+        lines.append((f"`{arm}`", *shown))
+    first = columns.iloc[0]
+    rates = [format_number(rate, ".4g") for rate in columns["rate_mbps"]]
+    headers = ("compressor", *("no cap" if rate == MISSING else f"{rate} Mbit/s" for rate in rates))
+    note = (
+        f"Milliseconds per step, {first['setting']} on {first['machine']} ({first['network']}, time as measured), and "
+        f"how much shorter than `fsdp` with its 95 % interval; {format_range(table['steps'])} timed "
+        f"steps in {format_range(table['blocks'])} blocks, arms in turn."
+    )
+    return Sheet("results_time", "Iteration time", note, headers, lines)
+
+
+def _format_time(line: pd.Series) -> str:
+    if line["arm"] == "fsdp":
+        return f"{line['iteration_ms']:.0f}"
+    saved = read_estimate(line, "saved_vs_fsdp_frac")
+    return f"{line['iteration_ms']:.0f}, {saved.middle:+.1%} ({100 * saved.low:+.0f} to {100 * saved.high:+.0f})"
+
+
+def describe_crossovers(table: pd.DataFrame) -> str:
+    """One sentence per baseline: up to which link rate each arm was faster."""
+    crossovers, sentences = find_crossovers(table), []
+    for baseline in BASELINES:
+        rows = crossovers[crossovers["baseline"] == baseline]
+        shown = [f"`{row.arm}` {BOUNDS[row.bound]}{row.crossover_mbps:.0f}" for row in rows.itertuples()]
+        if shown:
+            sentences.append(f"Faster than `{baseline}` up to, in Mbit/s: {', '.join(shown)}.")
+    return " ".join(sentences)
+
+
+def make_results(recorded: Recorded) -> str:
+    """The section's text, markers excluded."""
+    parts = []
+    tables = [summarise_cell(cell) for cell in recorded.cells]
+    table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+    if len(table):
+        setting = pick_setting(table)
+        sheet = make_time_sheet(setting)
+        parts += [sheet.note, sheet.to_markdown(level=0), describe_crossovers(setting)]
+    headline = [run for run in recorded.runs if label_arm(run) == run.config["compressor.name"]]
+    if headline:
+        sheet = make_loss_sheet(headline)
+        parts += [sheet.note, sheet.to_markdown(level=0)]
+    claims = make_claims_sheet(table, compare_losses(recorded.runs))
+    parts += [claims.note, claims.to_markdown(level=0)]
+    return "\n\n".join(_wrap(part.strip()) for part in parts if part)
+
+
+def _wrap(text: str) -> str:
+    return text if text.startswith("|") else textwrap.fill(text, WIDTH, break_on_hyphens=False)
+
+
+def replace_section(readme: str, text: str) -> str:
+    """The README with this text between the markers. Errors: ``UserError`` if a marker is missing."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise UserError(f"README.md needs the lines\n{BEGIN}\n{END}\nonce each, around its results")
+    head, rest = readme.split(BEGIN)
+    return f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> int:
+    """Rewrite or check; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if the section is not current")
+    options = parser.parse_args()
+    present = README.read_text(encoding="utf-8")
+    current = replace_section(present, make_results(load_recorded([ROWS])))
+    if options.check:
+        sys.stdout.write("current\n" if current == present else "README.md's results are not current: make results\n")
+        return int(current != present)
+    write_text_atomic(README, current)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,222 @@
+"""Tables of run folders and kept runs: what was run, bytes by kind, shares, times, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pandas as pd
+
+from analysis.arms import sort_arms
+from analysis.cell_tables import describe_commit
+from analysis.cells import describe_machine
+from analysis.identity import Notice, group_runs, label_arm, loss_setting, select_newest
+from analysis.load import Recorded, Run
+from analysis.losses import compare_at_equal_time, compare_losses, compare_run_times, seed_noise
+from analysis.sheet import MISSING, Sheet, format_estimate, format_number
+from analysis.stats import Estimate
+
+
+def make_notice_sheet(notices: Sequence[Notice]) -> Sheet:
+    """What to know before trusting a number below."""
+    note = "Nothing below is averaged over different models, data, training settings, links or machines."
+    return Sheet("notices", "Read this first", note, ("where", "what"), [tuple(notice) for notice in notices])
+
+
+def make_source_sheet(recorded: Recorded) -> Sheet:
+    """What was run, where, by which code: one line per commit, machine and kind of record."""
+    sources: dict[tuple[str, ...], list[str]] = {}
+    for cell in recorded.cells:
+        key = _describe_source("cells", cell.shared)
+        sources.setdefault(key, []).append(cell.shared["started_at"][:10])
+    for run in recorded.runs:
+        key = _describe_source("runs", run.manifest)
+        sources.setdefault(key, []).append(str(run.manifest.get("started_at"))[:10])
+    lines = [
+        (kind, str(len(days)), " to ".join(sorted({min(days), max(days)})), *rest)
+        for (kind, *rest), days in sorted(sources.items())
+    ]
+    if len(recorded.modelled):
+        lines.append(("modelled rows", str(len(recorded.modelled)), *([MISSING] * 5)))
+    headers = ("what", "n", "when", "commit", "machine", "versions", "kernels, device")
+    note = (
+        "Every number below comes from these records. Cells: several arms in turn in the same processes; runs: one arm."
+    )
+    return Sheet("sources", "What was run, and on what", note, headers, lines)
+
+
+def _describe_source(kind: str, source: dict) -> tuple[str, ...]:
+    versions = source.get("versions", {})
+    shown = ", ".join(
+        f"{name} {versions[name]}" for name in ("python", "torch", "numba", "triton") if versions.get(name)
+    )
+    memory = source.get("hardware", {}).get("memory_bytes")
+    machine = describe_machine(source.get("hardware", {})) + (f", {memory / 1e9:.0f} GB" if memory else "")
+    commit = describe_commit(source.get("git_commit"), source.get("git_dirty"))
+    return kind, commit, machine, shown, f"{source.get('kernels')}, {source.get('device')}"
+
+
+def make_run_sheet(runs: Sequence[Run]) -> Sheet:
+    """Every run, one line."""
+    lines = [
+        (
+            run.name,
+            label_arm(run),
+            str(run.config["model.name"]),
+            str(run.config["cluster.ranks"]),
+            str(run.config["data.name"]),
+            str(run.config["seed"]),
+            f"{run.steps}/{run.config['trainer.max_steps']}",
+            str(run.summary.get("status")),
+            _describe_rate(run.config.get("bandwidth.rate_mbps")),
+            describe_commit(run.manifest.get("git_commit"), run.manifest.get("git_dirty")),
+        )
+        for run in runs
+    ]
+    headers = ("run", "arm", "model", "ranks", "data", "seed", "steps", "status", "link", "commit")
+    return Sheet("runs", "Runs", "One line per recorded run.", headers, lines)
+
+
+def _describe_rate(rate_mbps: float | None) -> str:
+    return "no cap" if rate_mbps is None else f"{rate_mbps:g} Mbit/s"
+
+
+def make_mean_sheet(
+    runs: Sequence[Run],
+    name: str,
+    title: str,
+    note: str,
+    columns: Mapping[str, tuple[str, Callable[[float], str]]],
+) -> Sheet:
+    """Means over steps, then over seeds, of columns of the rows: one line per setting and arm.
+
+    columns: column of the rows -> header, form of the mean.
+    """
+    lines, numbers = [], []
+    for setting, members in group_runs([run for run in runs if run.is_done], loss_setting).items():
+        newest = select_newest(members)
+        for arm in sort_arms(arm for arm, _ in newest):
+            mine = [run for (label, _), run in newest.items() if label == arm]
+            means = {column: _mean_over(mine, column) for column in columns}
+            numbers.append({"setting": setting, "arm": arm, "runs": len(mine), **means})
+            shown = (MISSING if pd.isna(means[key]) else form(means[key]) for key, (_, form) in columns.items())
+            lines.append((setting, arm, str(len(mine)), *shown))
+    headers = ("setting", "arm", "runs", *(header for header, _ in columns.values()))
+    return Sheet(name, title, note, headers, lines, pd.DataFrame(numbers))
+
+
+def _mean_over(runs: Sequence[Run], column: str) -> float:
+    """Mean over the steps of each run, then over runs; NaN where no row has the column."""
+    means = []
+    for run in runs:
+        if column in run.rows:
+            kept = run.rows[[column, "steps"]].dropna()
+            if kept["steps"].sum():
+                means.append((kept[column] * kept["steps"]).sum() / kept["steps"].sum())
+    return sum(means) / len(means) if means else float("nan")
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.3f}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def make_bytes_sheet(runs: Sequence[Run]) -> Sheet:
+    """Bytes that a rank sends per step, by kind."""
+    kinds = {"value": "values", "index": "index", "return": "returned", "grad": "gradients", "param": "parameters"}
+    columns = {f"{kind}_wire_bytes": (f"{label}, MB", _megabytes) for kind, label in kinds.items()}
+    note = "Mean MB that one rank sends to the others per step, all steps; gradients = values + index + returned."
+    return make_mean_sheet(runs, "bytes", "Bytes by kind", note, columns)
+
+
+def make_shares_sheet(runs: Sequence[Run]) -> Sheet:
+    """Sparsity, union density and peeled share of the buckets that went compressed."""
+    columns = {
+        "achieved_sparsity": ("sparsity", _percent),
+        "union_density": ("union density", _percent),
+        "peeled_frac": ("peeled", lambda share: f"{share:.3%}"),
+        "fidelity_cosine": ("cosine", lambda value: f"{value:.4f}"),
+    }
+    note = "Means over steps of the buckets that went compressed. Cosine: decoded against dense mean gradient."
+    return make_mean_sheet(runs, "shares", "Sparsity, union and peeling", note, columns)
+
+
+def _read(line: pd.Series, name: str, n: int) -> Estimate:
+    return Estimate(int(n), line[name], line[f"{name}_low"], line[f"{name}_high"])
+
+
+def make_loss_sheet(runs: Sequence[Run]) -> Sheet:
+    """Final validation loss and degradation at equal steps."""
+    table = compare_losses(runs)
+    lines = [
+        (
+            line["setting"],
+            line["arm"],
+            f"{line['sparsity']:g}",
+            format_number(line["val_loss"], ".4f"),
+            format_number(line["val_loss_sd"], ".4f"),
+            str(line["seeds"]),
+            MISSING
+            if line["arm"] == "fsdp"
+            else format_estimate(_read(line, "degradation_frac", line["pairs"]), "+.2%"),
+        )
+        for _, line in table.iterrows()
+    ]
+    noise = seed_noise(table)
+    told = f" Dense seeds lie {noise.middle:.2%} apart (standard deviation, n = {noise.n})." if noise.n else ""
+    note = (
+        "Validation loss after the last step, mean over seeds. Degradation: against `fsdp` of the same seed, mean and "
+        "95 % interval (Student) over seeds." + told
+    )
+    headers = ("setting", "arm", "sparsity", "val loss", "sd", "seeds", "against fsdp (95 %)")
+    return Sheet("loss", "Loss at equal steps", note, headers, lines, table)
+
+
+def make_equal_time_sheet(recorded: Recorded) -> Sheet:
+    """Degradation at equal time and time saved to the same loss."""
+    table = compare_at_equal_time(recorded.runs, recorded.cells)
+    lines = [
+        (
+            *line[["setting", "times", "arm", "baseline"]],
+            str(line["pairs"]),
+            format_estimate(_read(line, "degradation_frac", line["pairs"]), "+.2%"),
+            format_estimate(_read(line, "saved_time_frac", line["pairs"])),
+        )
+        for _, line in table.iterrows()
+    ]
+    note = (
+        "Losses of the runs against time: steps times the arm's median iteration time, which comes from where `times` "
+        "says. Loss difference when the sooner of the two ends; time saved until both reach the worse final loss."
+    )
+    headers = ("setting", "times", "arm", "against", "seeds", "loss at equal time", "less time to equal loss")
+    return Sheet("equal_time", "Loss at equal time", note, headers, lines, table)
+
+
+def make_run_time_sheet(runs: Sequence[Run]) -> Sheet:
+    """Iteration times of runs, which did not take turns."""
+    table = compare_run_times(runs)
+    lines = [
+        (
+            line["setting"],
+            _describe_rate(None if pd.isna(line["rate_mbps"]) else line["rate_mbps"]),
+            line["arm"],
+            str(line["runs"]),
+            f"{line['iteration_ms_median']:.0f} ({line['iteration_ms_p20']:.0f}-{line['iteration_ms_p80']:.0f})",
+            format_number(line["time_dilation"], ".4g"),
+            MISSING
+            if line["arm"] == "fsdp"
+            else format_estimate(_read(line, "saved_vs_fsdp_frac", line["pairs_fsdp"])),
+            MISSING
+            if line["arm"] == "bf16"
+            else format_estimate(_read(line, "saved_vs_bf16_frac", line["pairs_bf16"])),
+        )
+        for _, line in table.iterrows()
+    ]
+    note = (
+        "Of whole runs that followed one another: a drift of the machine is in these numbers. Times as measured; "
+        "shares of scaled time, paired by seed."
+    )
+    headers = ("setting", "link", "arm", "runs", "ms per step (p20-p80)", "dilation", "shorter than fsdp", "than bf16")
+    return Sheet("run_times", "Iteration time of runs", note, headers, lines, table)

@@ -1,0 +1,133 @@
+"""The report is the same bytes from the same rows, stands alone, and what is committed is current."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from analysis import results
+from analysis.arms import STYLES
+from analysis.cell_tables import write_cell_tables
+from analysis.load import load_recorded
+from analysis.report import write_report
+from tagc.config import COMPRESSORS
+from tagc.errors import UserError
+from tests.analysis.conftest import write_run
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENT = ROOT / "experiments" / "iteration_time"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BARE = [f"{kind}_wire_bytes" for kind in ("value", "index", "return", "grad", "param")] + ["wire_bytes"]
+PROBE = """<script>
+addEventListener("load", () => {
+  const page = document.documentElement;
+  const found = {images: [...document.images].map(image => image.naturalWidth),
+                 overflow: page.scrollWidth - page.clientWidth,
+                 tables: document.querySelectorAll("table.sheet").length};
+  page.innerHTML = "<pre>" + JSON.stringify(found) + "</pre>";
+});
+</script></body>"""
+
+
+@pytest.fixture(scope="module")
+def folders(study, tmp_path_factory) -> list[Path]:
+    """A study, one recorded cell, and what is modelled: every part of the page in few figures."""
+    cell = tmp_path_factory.mktemp("cells")
+    for suffix in (".csv", ".json"):
+        shutil.copy(EXPERIMENT / "rows" / "namespaces" / f"nano-r2-fp32-reshard-200mbps{suffix}", cell)
+    return [study, cell, ROOT / "experiments" / "cost_model"]
+
+
+@pytest.fixture(scope="module")
+def report(folders, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("report")
+    write_report(load_recorded(folders), out)
+    return out
+
+
+def test_the_command_gives_the_same_bytes_in_another_process(folders, report, tmp_path):
+    command = [sys.executable, "-m", "analysis.report", *map(str, folders), "-o", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    files = sorted(path.relative_to(report) for path in report.rglob("*.*"))
+    assert files == sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*"))
+    assert [file for file in files if (report / file).read_bytes() != (tmp_path / file).read_bytes()] == []
+    assert {path.suffix for path in files} == {".html", ".csv", ".md", ".tex", ".svg", ".pdf", ".png"}
+
+
+def test_the_page_says_what_was_run_and_stands_alone(report):
+    page = (report / "index.html").read_text()
+    for expected in (
+        "What was run",
+        "Verdicts",
+        "Iteration time",
+        "Loss",
+        "Traffic",
+        "modelled",
+        "AMD EPYC",
+        "66bcc55",
+    ):
+        assert expected in page
+    assert not re.search(r'(src|href)="(?!#|data:)', page) and "<script" not in page
+    assert page.count("<img") == len(list((report / "figures").glob("*.svg")))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on the path (Debian: apt-get install chromium)")
+def test_a_browser_shows_every_figure_without_errors_or_overflow(report, tmp_path):
+    page = tmp_path / "probed.html"
+    page.write_text((report / "index.html").read_text().replace("</body>", PROBE))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=800,1000", "--enable-logging=stderr"]
+    command = [BROWSER, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    match = re.search(r"<pre>(.*)</pre>", done.stdout)
+    assert match, done.stderr[-2000:]
+    found = json.loads(html.unescape(match[1]))
+    assert "CONSOLE" not in done.stderr
+    assert len(found["images"]) == len(list((report / "figures").glob("*.svg"))) and min(found["images"]) > 0
+    assert found["overflow"] <= 0 and found["tables"] >= 10
+
+
+def test_the_committed_tables_of_cells_are_current(tmp_path):
+    write_cell_tables(EXPERIMENT / "rows", tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (EXPERIMENT / path.name).read_text(), f"{path.name} is not current: make report"
+
+
+def test_the_results_in_the_readme_are_current():
+    readme = results.README.read_text()
+    current = results.replace_section(readme, results.make_results(load_recorded([results.ROWS])))
+    assert current == readme, "README.md's results are not current: make results"
+    with pytest.raises(UserError, match="once each"):
+        results.replace_section(readme.replace(results.END, ""), "text")
+
+
+def test_runs_that_hold_little_still_make_a_page(tmp_path):
+    """One that diverged before its first validation, one without bytes, one that did not end."""
+    write_run(tmp_path / "runs" / "short", "bf16", steps=3)
+    for name, change in (("diverged", {"train_loss": None, "val_loss": None}), ("bare", dict.fromkeys(BARE))):
+        path = write_run(tmp_path / "runs" / name, "fsdp" if name == "bare" else "tagc2") / "metrics.jsonl"
+        rows = [json.loads(line) | change for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(load_recorded([tmp_path / "runs"]), tmp_path).read_text()
+    assert "interrupted after 3 of 20 steps: in no comparison" in page
+    assert "no number: it diverged or was never validated: tagc2" in page
+
+
+def test_the_results_show_the_losses_of_a_study(study):
+    text = results.make_results(load_recorded([study]))
+    assert re.search(r"\| tagc2 \| 0.8 \| 4.231\d \| 0.010\d \| 3 \| \+0.50% \(\+0.50% to \+0.50%\) \|", text)
+    (verdict,) = re.findall(r"at most 1 % more loss at equal steps \| tagc2 \| (\w+) \|", text)
+    assert verdict == "reproduced"
+
+
+def test_every_compressor_has_a_style_of_its_own():
+    assert set(COMPRESSORS) <= set(STYLES)
+    assert len({(style.marker, style.line) for style in STYLES.values()}) == len(STYLES)  # without colour
+    assert len({style.colour for style in STYLES.values()}) == len(STYLES)
