@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,18 @@ from tests.comm.harness import TinyRun, tiny_config
 from tests.distributed import run_ranks
 
 
+def stay_in_backward(*_: object) -> None:
+    """So small a model's backward is over before a busy machine lets the other thread exchange a bucket."""
+    time.sleep(0.05)
+
+
 def profile_steps(rank: int, folder: str, overlap: bool, steps: int) -> list[bool]:
     """Train under the profiler until the run ends or is stopped; returns which steps were traced."""
     config = tiny_config("tagc")
     config.logging.fidelity_every, config.trainer.overlap = 0, overlap
     run = TinyRun(config)
-    run.exchange.link.set_rate(1e6)  # a bucket takes tens of milliseconds: long beside backward, whatever else runs
+    run.exchange.link.set_rate(1e6)  # a bucket takes milliseconds
+    run.model.blocks[0].ln_1.register_full_backward_hook(stay_in_backward)
 
     def train_step(step: int) -> dict[str, float]:
         loss = run.backward(step)
