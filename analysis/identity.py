@@ -11,13 +11,10 @@ from typing import Any, NamedTuple
 from analysis.cells import describe_machine
 from analysis.load import Recorded, Run
 from tagc.cli import compose_config
-from tagc.config import COMPRESSORS, CompressorConfig
+from tagc.config import COMPRESSORS, CompressorConfig, is_operational
 
-#: keys that change neither what is learned nor how fast
+#: keys that change neither what is learned nor how fast, beside tagc.config.OPERATIONAL_KEYS
 NO_EFFECT = {
-    "trainer.checkpoint_every",
-    "trainer.keep_checkpoints",
-    "trainer.resume",
     "trainer.eval_every",
     "trainer.timing_warmup_steps",
     "trainer.profile",
@@ -42,7 +39,7 @@ class Notice(NamedTuple):
 def loss_setting(run: Run) -> Setting:
     """All but compressor and seed that the losses depend on. Equal settings: losses may be compared."""
     keys = [key for key in run.config if key.split(".")[0] in ("model", "data", "trainer")]
-    setting = {key: run.config[key] for key in keys if key not in NO_EFFECT | TIME_ONLY}
+    setting = {key: run.config[key] for key in keys if key not in NO_EFFECT | TIME_ONLY and not is_operational(key)}
     setting["cluster.ranks"] = run.config["cluster.ranks"]
     setting["data.fingerprint"] = run.manifest.get("data", {}).get("fingerprint")
     setting["device"] = run.manifest.get("device")

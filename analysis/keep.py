@@ -19,21 +19,9 @@ from analysis.identity import identify_run, label_arm
 from analysis.load import Run, load_recorded
 from tagc.errors import UserError
 from tagc.record.files import write_text_atomic
+from tagc.record.manifest import NUMBER_KEYS
 
-#: of the manifest, what decides numbers; paths and host names stay out
-MANIFEST_KEYS = (
-    "schema_version",
-    "started_at",
-    "git_commit",
-    "git_dirty",
-    "kernels",
-    "device",
-    "network",
-    "backend",
-    "threads_per_rank",
-    "versions",
-    "hardware",
-)
+MANIFEST_KEYS = (*NUMBER_KEYS, "network", "backend")
 DATA_KEYS = ("fingerprint", "vocab_size", "train_tokens", "val_tokens")
 
 

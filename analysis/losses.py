@@ -127,12 +127,12 @@ def compare_at_equal_time(runs: Sequence[Run], cells: Sequence[Cell]) -> pd.Data
     for setting, members in group_runs(capped, time_setting).items():
         times = {key: own_step_ms(run) for key, run in select_newest(members).items()}
         lines += _pair_up(setting, "own steps, one run after another", members, times)
+    arm_times = [summarise_cell(cell).set_index("arm")["scaled_iteration_ms"] for cell in cells] if done else []
     for setting, members in group_runs(done, loss_setting).items():
-        for cell in cells:
-            newest = select_newest(members)
-            table = summarise_cell(cell).set_index("arm")["scaled_iteration_ms"]
-            fitting = {key: run for key, run in newest.items() if key[0] in table and fits_cell(run, cell)}
-            times = {key: float(table[key[0]]) for key in fitting}
+        newest = select_newest(members)
+        for cell, arm_ms in zip(cells, arm_times, strict=True):
+            fitting = {key: run for key, run in newest.items() if key[0] in arm_ms and fits_cell(run, cell)}
+            times = {key: float(arm_ms[key[0]]) for key in fitting}
             source = f"cell {cell.shared['cell']['key']} ({cell.shared['cell']['network']})"
             lines += _pair_up(setting, source, list(fitting.values()), times)
     columns = ["setting", "times", "arm", "baseline", "pairs"]
@@ -193,6 +193,6 @@ def seed_noise(table: pd.DataFrame) -> Estimate:
     """Standard deviation over seeds of the baseline's final loss, as a share of it, by setting with most seeds."""
     dense = table[(table["arm"] == BASELINE) & table["val_loss_sd"].notna()].sort_values("seeds")
     if not len(dense):
-        return Estimate(0, math.nan, math.nan, math.nan)
+        return UNKNOWN
     best = dense.iloc[-1]
     return Estimate(int(best["seeds"]), best["val_loss_sd"] / best["val_loss"], math.nan, math.nan)

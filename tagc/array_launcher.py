@@ -79,9 +79,7 @@ class ArrayLauncher(SlurmLauncher):
 
     def _make_executor(self, ranks: int) -> Any:
         """Submitit's, with this launcher's settings; ``ranks``: of the largest point."""
-        os.environ["SUBMITIT_PREEMPT_SIGNAL"] = (
-            "USR1"  # submitit reads it when it is imported: what the ranks listen to
-        )
+        os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # what the ranks listen to; read when submitit is imported
         import submitit
 
         cluster = self.config.cluster

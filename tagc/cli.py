@@ -91,8 +91,7 @@ def log_lines_shown() -> Iterator[None]:
 
 def _load_job(run_dir: Path, overrides: list[str]) -> dict[str, Any]:
     """A point's summary, as far as there is one, with its state, its folder and the overrides that made it."""
-    shown = [word for word in overrides if not word.startswith(("hydra.", "sweep."))]
-    state = {"status": str(read_state(run_dir)), "run_dir": str(run_dir), "overrides": shown}
+    state = {"status": str(read_state(run_dir)), "run_dir": str(run_dir), "overrides": overrides}
     return {**load_json(run_dir / "summary.json"), **state}
 
 
@@ -134,7 +133,7 @@ class JobReport(Callback):
         if config.hydra.mode is not RunMode.MULTIRUN:
             raise _JobFailed(error)
         message = explain_error(error) or f"{type(error).__name__}: {error}"
-        overrides = " ".join(word for word in job_return.overrides or [])
+        overrides = " ".join(job_return.overrides or [])
         sys.stderr.write(f"error in job {config.hydra.job.num} ({overrides}): {message}\n")
         if config.sweep.fail_fast and JobReport.points is not None:
             raise SweepStopped

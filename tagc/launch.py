@@ -33,7 +33,7 @@ from tagc.network import open_network
 from tagc.nodes import Nodes, meet_nodes
 from tagc.rank_errors import RankFailure, find_root_cause, record_exception
 from tagc.restarts import begin_attempt, find_user_error, last_attempt
-from tagc.stop_request import SIGNALS, STOP_FILE_VARIABLE, forward_to_ranks, stop_file
+from tagc.stop_request import SIGNALS, STOP_FILE_VARIABLE, block_signals, forward_to_ranks, stop_file
 
 Worker = Callable[[Config, Any, str], None]  # (config, data, run folder), runs in every rank
 
@@ -215,24 +215,20 @@ def _keep_sigint_from_ranks() -> Iterator[None]:
     """
     done = threading.Event()
     threading.Thread(target=done.wait, name="sigint", daemon=True).start()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        with block_signals(signal.SIGINT):
+            yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         done.set()
 
 
 def _shield_resource_tracker() -> None:
     """Start multiprocessing's helper so that it outlives SIGUSR1, which SLURM sends to every process of a step.
 
-    It inherits the signals that are blocked while it is started; SIGINT and SIGTERM it ignores by itself.
+    SIGINT and SIGTERM it ignores by itself.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    try:
+    with block_signals(signal.SIGUSR1):
         resource_tracker.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _threads_per_rank(config: Config) -> int:

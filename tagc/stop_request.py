@@ -31,6 +31,16 @@ class StopRequest:
     received: int | None = None  # the first signal
 
 
+@contextmanager
+def block_signals(*signals: signal.Signals) -> Iterator[None]:
+    """Hold signals back from this thread, and for good from the processes that it starts meanwhile: they inherit it."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def stop_file(report_dir: str) -> str:
     """The file that asks ranks to stop."""
     return str(Path(report_dir, "stop"))

@@ -14,6 +14,7 @@ import pandas as pd
 from experiments.iteration_time.plan import Cell, describe_cell
 from tagc.record import load_rows
 from tagc.record.files import write_text_atomic
+from tagc.record.manifest import NUMBER_KEYS
 
 ROWS_DIR = Path(__file__).with_name("rows")
 #: column -> decimals; what a step's row holds beyond these stays in the run folder
@@ -38,18 +39,6 @@ COLUMNS = {
     "dense_buckets": None,
     "train_loss": 4,
 }
-#: of the manifest of a run, what decides numbers
-_MANIFEST_KEYS = (
-    "schema_version",
-    "started_at",
-    "git_commit",
-    "git_dirty",
-    "kernels",
-    "device",
-    "threads_per_rank",
-    "versions",
-    "hardware",
-)
 
 
 def _paths(rows_dir: Path, cell: Cell) -> tuple[Path, Path]:
@@ -81,5 +70,5 @@ def record_cell(rows_dir: Path, cell: Cell, run_dir: Path, summary: dict[str, An
         "setting": cell.setting,
         **{key: summary[key] for key in ("cell", "link", "memory", "expected_gradient_bytes")},
     }
-    shared |= {key: summary[key] for key in _MANIFEST_KEYS}
+    shared |= {key: summary[key] for key in NUMBER_KEYS}
     write_text_atomic(json_path, json.dumps(shared, indent=1) + "\n")

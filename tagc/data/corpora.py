@@ -18,8 +18,15 @@ INSTALL_REMEDY = "install the optional packages with: pip install -e .[data]"
 class Encoder(Protocol):
     """The part of ``tiktoken.Encoding`` that is used here."""
 
-    n_vocab: int
-    eot_token: int
+    @property
+    def n_vocab(self) -> int:
+        """Ids lie in [0, n_vocab)."""
+        ...
+
+    @property
+    def eot_token(self) -> int:
+        """The id that separates texts."""
+        ...
 
     def encode_ordinary_batch(self, text: list[str]) -> list[list[int]]:
         """Ids of each text; special tokens are treated as ordinary text."""

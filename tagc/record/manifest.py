@@ -26,6 +26,10 @@ from tagc.record.wandb_mirror import resolve_mode
 PACKAGES = ("torch", "triton", "numba", "numpy", "hydra-core", "tagc")
 START_KEYS = ("started_at", "hostname", "git_commit", "git_dirty")
 SCHEMA_VERSION = 1  # of a run folder's files; raised when a reader of older ones would misread newer ones
+NUMBER_KEYS = (  # of a manifest, what decides numbers; paths and host names are not among them
+    *("schema_version", "started_at", "git_commit", "git_dirty"),
+    *("kernels", "device", "threads_per_rank", "versions", "hardware"),
+)
 SOURCE_DIR = Path(tagc.__file__).resolve().parent
 
 

@@ -104,7 +104,9 @@ class Recorder(NullRecorder):
 
         Errors: as for :meth:`step`; ``UserError`` when ``layers.jsonl`` cannot be opened.
         """
-        if rows and self._layers is None:
+        if not rows:
+            return
+        if self._layers is None:
             self._layers = MetricsFile(self._layers_path)
         for row in rows:
             self._layers.append(clean_row(row))

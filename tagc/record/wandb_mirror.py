@@ -15,11 +15,11 @@ import threading
 from pathlib import Path
 
 import tagc
+from tagc.stop_request import SIGNALS, block_signals
 
 FINISH_TIMEOUT_S = 25.0
-STOP_TIMEOUT_S = (
-    10.0  # of a run that stops before its end: SLURM does not wait, and the next attempt passes the rest on
-)
+# Of a run that stops before its end: SLURM does not wait, and the next attempt passes the rest on.
+STOP_TIMEOUT_S = 10.0
 
 logger = logging.getLogger("tagc")
 
@@ -56,14 +56,15 @@ class WandbMirror:
     def _start(self, run_dir: Path, mode: str) -> subprocess.Popen[bytes]:
         source = str(Path(tagc.__file__).resolve().parents[1])
         paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-        return subprocess.Popen(
-            build_command(run_dir, mode),
-            stdin=subprocess.PIPE,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the ranks
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
+        with block_signals(*SIGNALS):  # SLURM sends them to all processes of a step; the mirror ends after the ranks
+            return subprocess.Popen(
+                build_command(run_dir, mode),
+                stdin=subprocess.PIPE,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the ranks
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
 
     def _watch(self) -> None:
         assert self._process is not None

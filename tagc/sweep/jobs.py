@@ -53,7 +53,7 @@ def _leave_error(config: Config, run_dir: Path, error: Exception) -> None:
 
     write_text_atomic(run_dir / "error.txt", "".join(traceback.format_exception(error)))
     if load_json(run_dir / "summary.json").get("status") is None:  # it failed before it was launched
-        settings = {"compressor": config.compressor.name, "bandwidth": config.bandwidth.label}
+        settings: dict[str, Any] = {"compressor": config.compressor.name, "bandwidth": config.bandwidth.label}
         settings |= {"model": config.model.name, "ranks": config.cluster.ranks, "seed": config.seed}
         summary = {**settings, "status": "failed", "error": str(error)}
         write_text_atomic(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")

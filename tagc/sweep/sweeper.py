@@ -48,9 +48,14 @@ class Point:
     run_dir: Path
 
     @property
+    def shown(self) -> list[str]:
+        """The overrides that say what it runs."""
+        return [word for word in self.overrides if not word.startswith(("hydra.", "sweep."))]
+
+    @property
     def settings(self) -> str:
-        """The overrides as a person wrote them."""
-        return " ".join(word for word in self.overrides if not word.startswith(("hydra.", "sweep.")))
+        """The same as one text."""
+        return " ".join(self.shown)
 
 
 def register_sweeper() -> None:
@@ -87,7 +92,7 @@ class PointSweeper(Sweeper):
             if missing and not options.mixed_code:
                 check_same_code([point.run_dir for point in points], describe_code(), sweep_dir)
             _save_marker(self._config, sweep_dir)
-            cli.JobReport.points = [(point.run_dir, list(point.overrides)) for point in wanted]
+            cli.JobReport.points = [(point.run_dir, point.shown) for point in wanted]
             for attempt in range(1 + options.retries):
                 if attempt:
                     missing = [point for point in missing if _is_worth_a_retry(point.run_dir)]

@@ -105,7 +105,8 @@ def _spread_residuals(trainer: Trainer, reader: dcp.FileSystemReader, old_ranks:
     parameters = unit_parameter_names(trainer.model, trainer.units)
     for bucket in trainer.sync.buckets:
         for slot in bucket.slots if old_ranks > 1 else ():
-            new, mean = slot.compressor, {}
+            new = slot.compressor
+            mean: dict[str, Tensor] = {}
             for old_rank in range(old_ranks):
                 old_bucket = build_bucket(
                     *(trainer.config, bucket.name, parameters[bucket.name], old_ranks, old_rank),

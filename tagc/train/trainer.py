@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tagc.comm.buckets import describe_policy
@@ -188,6 +189,7 @@ class Trainer:
     def _accumulate_gradients(self) -> Tensor:
         """Forward and backward over this rank's micro-batches; only the last one reduces. Returns the mean loss."""
         (inputs, targets), self.data_state = next(self.batches)
+        assert isinstance(self.model, FSDPModule)  # which shard_model makes of it in place
         micro, count = self.config.micro_batch, self.config.accumulation
         total = torch.zeros((), device=self.device)
         for i in range(count):
@@ -261,7 +263,9 @@ class Trainer:
 
     def _largest_over_ranks(self, number: float) -> float:
         own = torch.tensor([number], dtype=torch.float64, device=self.device)
-        return self.exchange.gather_numbers(own, dist.group.WORLD).max().item()
+        world = dist.group.WORLD
+        assert world is not None  # the process group exists as long as a trainer does
+        return self.exchange.gather_numbers(own, world).max().item()
 
     def _nonfinite_parameters(self) -> list[str]:
         """Parameters whose gradient on this rank is not finite; if only the norm overflowed, the largest gradient's."""
@@ -270,7 +274,8 @@ class Trainer:
             for name, p in self.model.named_parameters()
             if p.grad is not None
         }
-        return [name for name, value in largest.items() if not math.isfinite(value)] or [max(largest, key=largest.get)]
+        nonfinite = [name for name, value in largest.items() if not math.isfinite(value)]
+        return nonfinite or [max(largest, key=lambda name: largest[name])]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

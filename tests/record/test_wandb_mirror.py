@@ -84,6 +84,16 @@ def test_a_failing_process_costs_one_warning(config, make_row, tmp_path, monkeyp
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
 
 
+def test_the_warnings_of_slurm_do_not_end_the_process(tmp_path, monkeypatch, caplog):
+    """SIGTERM and SIGUSR1 reach all processes of a SLURM step; the ranks save, and their last rows are passed on."""
+    program = "import os, signal, sys; [os.kill(os.getpid(), n) for n in (signal.SIGTERM, signal.SIGUSR1)]; sys.exit(9)"
+    replace_process(monkeypatch, program)
+    with caplog.at_level(logging.WARNING, "tagc"):
+        mirror = WandbMirror(tmp_path, "offline")
+        mirror._watcher.join(20)
+    assert mirror._process is not None and mirror._process.returncode == 9
+
+
 def test_a_process_that_hangs_is_left_behind_and_ended(tmp_path, monkeypatch, caplog):
     replace_process(monkeypatch, "import time; time.sleep(600)")
     monkeypatch.setattr(wandb_mirror, "FINISH_TIMEOUT_S", 0.3)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tagc.array_launcher import check_nothing_queued
-from tagc.config import Config
 from tagc.errors import UserError
 from tests.slurm.daemons import Slurm, wait_until
 from tests.slurm.runs import ROOT, SETTINGS, STEPS, find_point, load_rows
@@ -73,7 +72,6 @@ def test_through_submitit(slurm: Slurm, tmp_path: Path, sweep: list[str], monkey
     check_tasks(slurm, array, sweep_dir)
 
 
-@pytest.mark.skipif(not hasattr(Config(), "sweep"), reason="slurm/sweep.sbatch needs sweep.only")
 def test_through_sbatch(slurm: Slurm, tmp_path: Path, sweep: list[str]) -> None:
     sweep_dir = tmp_path / "sweep"
     options = ["--parsable", "--time=5", "--array=0-3%3", f"--output={tmp_path}/%a.out"]
