@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tagc.comm.buckets import describe_policy
@@ -189,16 +188,16 @@ class Trainer:
     def _accumulate_gradients(self) -> Tensor:
         """Forward and backward over this rank's micro-batches; only the last one reduces. Returns the mean loss."""
         (inputs, targets), self.data_state = next(self.batches)
-        assert isinstance(self.model, FSDPModule)  # which shard_model makes of it in place
+        model: Any = self.model  # sharding gave it methods that GPT does not declare
         micro, count = self.config.micro_batch, self.config.accumulation
         total = torch.zeros((), device=self.device)
         for i in range(count):
             is_last = i == count - 1
-            self.model.set_requires_gradient_sync(is_last)
+            model.set_requires_gradient_sync(is_last)
             if not self.config.trainer.reshard_after_forward:
-                self.model.set_reshard_after_backward(is_last)  # gathered once per step, for the memory it costs
+                model.set_reshard_after_backward(is_last)  # gathered once per step, for the memory it costs
             rows = slice(i * micro, (i + 1) * micro)
-            loss = self.model(inputs[rows].to(self.device), targets[rows].to(self.device)) / count
+            loss = model(inputs[rows].to(self.device), targets[rows].to(self.device)) / count
             loss.backward()
             total += loss.detach()
         return total
