@@ -69,7 +69,7 @@ def launch_job(config: Config) -> None:
         raise UserError(f"sweep.only={config.sweep.only} picks a point of a sweep; add -m")
     with log_lines_shown():
         summary = run_point(config, run_dir, launch) if is_point else launch(config, run_dir)
-    if summary:  # on a run's other nodes there is none
+    if summary and not JobReport.has_live_table:  # on a run's other nodes there is no summary
         _print_table([summary])
 
 
@@ -124,6 +124,7 @@ class JobReport(Callback):
     """Tells of each failed job of a sweep when it fails, and shows one table of all jobs at the end."""
 
     points: list[tuple[Path, list[str]]] | None = None  # folder and overrides; of the sweep that runs in this process
+    has_live_table = False  # a table of the sweep's points is shown while they run
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Tell of a failed job; in a sweep the others still run."""

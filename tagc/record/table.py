@@ -144,9 +144,14 @@ def final_table(summary: Summary) -> Table:
     return table
 
 
+def _known_values(summaries: Sequence[Summary], key: str) -> list[Any]:
+    """The different values of a setting, as far as the runs came to be; one that never started has none."""
+    return list(dict.fromkeys(summary[key] for summary in summaries if summary.get(key) is not None))
+
+
 def _varied_settings(summaries: Sequence[Summary]) -> list[str]:
     """The settings in which the runs differ, what a reader compares first in front; status if a run is not done."""
-    varied = [key for key in SETTINGS if len({summary.get(key) for summary in summaries}) > 1]
+    varied = [key for key in SETTINGS if len(_known_values(summaries, key)) > 1]
     unfinished = any(summary.get("status") != "done" for summary in summaries)
     return ["status", *varied] if unfinished else varied
 
@@ -158,7 +163,7 @@ def sweep_table(summaries: Sequence[Summary], columns: Sequence[str] | None = No
     """
     varied = _varied_settings(summaries)
     columns = varied if columns is None else columns
-    shared = [f"{key} {summaries[0].get(key)}" for key in SETTINGS if key not in varied]
+    shared = [f"{key} {value}" for key in SETTINGS if key not in varied for value in _known_values(summaries, key)]
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title=", ".join(shared), title_justify="left")
     table.add_column("#", justify="right")
     for key in columns:

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tagc.config import Config, flatten, is_operational, to_dict
 
 ID_LENGTH = 8  # hexadecimal digits: among 1,000 points two meet by chance in 1 of 8,600 sweeps, and are then refused
+
+
+@dataclass(frozen=True)
+class Point:
+    """One job of a sweep."""
+
+    number: int  # 0-based in the complete list, what ``sweep.only`` takes
+    overrides: tuple[str, ...]  # what Hydra composes it from
+    config: Config
+    run_dir: Path
+
+    @property
+    def shown(self) -> list[str]:
+        """The overrides that say what it runs."""
+        return [word for word in self.overrides if not word.startswith(("hydra.", "sweep."))]
+
+    @property
+    def settings(self) -> str:
+        """The same as one text."""
+        return " ".join(self.shown)
 
 
 def science_config(config: Config) -> dict[str, Any]:

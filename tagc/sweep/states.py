@@ -42,7 +42,10 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def read_state(run_dir: Path) -> State:
-    """The state of the point whose folder this is. A run that was killed counts as interrupted."""
+    """The state of the point whose folder this is, to a command that may run it: a run of its own does not count.
+
+    A run that was killed counts as interrupted.
+    """
     job = load_json(run_dir / "job.json")
     if job and is_alive(job, run_dir / "job.json"):
         return State.RUNNING
@@ -50,6 +53,15 @@ def read_state(run_dir: Path) -> State:
     if status in (State.DONE, State.FAILED, State.INTERRUPTED):
         return State(status)
     return State.INTERRUPTED if job else State.PENDING
+
+
+def read_own_state(run_dir: Path) -> State:
+    """The same to a command that watches: what this process runs now is running."""
+    job = load_json(run_dir / "job.json")
+    is_ours = job.get("host") == socket.gethostname() and job.get("pid") == os.getpid()
+    if is_ours and not job.get("ended_at") and job.get("process_start") == _process_start(os.getpid()):
+        return State.RUNNING
+    return read_state(run_dir)
 
 
 def is_alive(job: dict[str, Any], path: Path) -> bool:

@@ -12,7 +12,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -28,34 +27,15 @@ from tagc.config import Config
 from tagc.device import resolve_device
 from tagc.errors import UserError
 from tagc.sweep.code import check_same_code, describe_code
-from tagc.sweep.identity import name_folder
+from tagc.sweep.identity import Point, name_folder
 from tagc.sweep.jobs import is_first_node
+from tagc.sweep.live import live_table
 from tagc.sweep.states import State, describe_job, load_json, read_state
 
 TARGET = "hydra_plugins.tagc.PointSweeper"  # conf/config.yaml; Hydra takes sweepers of no other package
 MARKER = "multirun.yaml"  # Hydra's own file; a folder with it is a sweep's
 
 logger = logging.getLogger("tagc")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One job of a sweep."""
-
-    number: int  # 0-based in the complete list, what ``sweep.only`` takes
-    overrides: tuple[str, ...]  # what Hydra composes it from
-    config: Config
-    run_dir: Path
-
-    @property
-    def shown(self) -> list[str]:
-        """The overrides that say what it runs."""
-        return [word for word in self.overrides if not word.startswith(("hydra.", "sweep."))]
-
-    @property
-    def settings(self) -> str:
-        """The same as one text."""
-        return " ".join(self.shown)
 
 
 def register_sweeper() -> None:
@@ -93,17 +73,21 @@ class PointSweeper(Sweeper):
                 check_same_code([point.run_dir for point in points], describe_code(), sweep_dir)
             _save_marker(self._config, sweep_dir)
             cli.JobReport.points = [(point.run_dir, point.shown) for point in wanted]
-            for attempt in range(1 + options.retries):
-                if attempt:
-                    missing = [point for point in missing if _is_worth_a_retry(point.run_dir)]
-                    if missing:
-                        with cli.log_lines_shown():
-                            logger.info("trying %d failed point(s) again", len(missing))
-                if not missing or not self._launch(missing):
-                    break
+            with live_table(wanted, sweep_dir) as cli.JobReport.has_live_table:
+                self._run_missing(missing, options.retries)
         unfinished = [point for point in wanted if read_state(point.run_dir) is not State.DONE]
         if unfinished and is_first_node():  # the others may not see its files yet
             raise UserError(_describe_end(unfinished, len(wanted)))
+
+    def _run_missing(self, missing: list[Point], retries: int) -> None:
+        for attempt in range(1 + retries):
+            if attempt:
+                missing = [point for point in missing if _is_worth_a_retry(point.run_dir)]
+                if missing:
+                    with cli.log_lines_shown():
+                        logger.info("trying %d failed point(s) again", len(missing))
+            if not missing or not self._launch(missing):
+                break
 
     def _expand(self, arguments: list[str], sweep_dir: Path) -> list[Point]:
         """Compose and validate every point. Errors: one ``UserError`` that lists all that are wrong."""
