@@ -71,6 +71,8 @@ def launch_job(config: Config) -> None:
         summary = run_point(config, run_dir, launch) if is_point else launch(config, run_dir)
     if summary and not JobReport.has_live_table:  # on a run's other nodes there is no summary
         _print_table([summary])
+    if is_point and JobReport.points is not None and (stop_signal := summary.get("stop_signal")):
+        raise RunInterrupted(stop_signal)  # this point is done; the sweep was asked to end
 
 
 @contextlib.contextmanager

@@ -67,6 +67,8 @@ class RunInterrupted(SystemExit):
 def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[str, Any]:
     """Run ``config`` in ``run_dir`` and return what its rank 0 wrote to ``summary.json`` (on other nodes nothing).
 
+    ``stop_signal`` is added when a signal came too late to stop this run: its caller may have more to do.
+
     ``worker`` is a module-level function, :func:`tagc.train.worker.run_worker` by default. Must be called from the
     main thread, because it handles signals. A run that fails leaves a ``summary.json`` with its status and error.
 
@@ -144,7 +146,7 @@ def _read_outcome(run_dir: Path, stopped_by: int | None) -> dict[str, Any]:
         raise RunInterrupted(stopped_by or signal.SIGTERM)
     if not summary:
         raise RankFailure(f"all ranks ended without an error, but rank 0 wrote no {summary_path}")
-    return summary
+    return summary | {"stop_signal": stopped_by} if stopped_by else summary
 
 
 def write_failed_summary(run_dir: Path, status: str, error: str, config: Config) -> None:

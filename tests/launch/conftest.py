@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,10 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def _fake_launch(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Stands for the training: refuses the seed 13, breaks down for the seed 14 until its folder holds `mended`."""
+    """Stands for the training: refuses the seed 13, breaks down for the seed 14 until its folder holds `mended`.
+
+    With the seed 15 it gets SIGTERM when it is all but over.
+    """
     if config.seed == 13:
         raise UserError("seed=13 is unlucky")
     if config.seed == 14 and not (run_dir / "mended").exists():
@@ -32,7 +36,7 @@ def _fake_launch(config: Config, run_dir: Path) -> dict[str, Any]:
     summary = {"status": "done", "compressor": config.compressor.name, "iteration_ms_median": 12.5}
     summary |= {"bandwidth": config.bandwidth.name, "seed": config.seed, "grad_wire_bytes_per_step": 2_500_000}
     (run_dir / "summary.json").write_text(json.dumps(summary))
-    return summary
+    return summary | ({"stop_signal": signal.SIGTERM} if config.seed == 15 else {})
 
 
 @pytest.fixture

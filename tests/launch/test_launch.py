@@ -15,7 +15,7 @@ import pytest
 import tagc.data
 from tagc.config import Config
 from tagc.errors import UserError
-from tagc.launch import RunInterrupted, launch
+from tagc.launch import RunInterrupted, _read_outcome, launch
 from tagc.rank_errors import RankFailure
 from tests.launch import workers
 
@@ -176,6 +176,12 @@ def test_a_stop_that_meets_a_restart_is_an_interruption(tmp_path: Path) -> None:
         launch(config, tmp_path, workers.fail_while_the_launcher_is_stopped)
     assert stop.value.signal == signal.SIGTERM
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_stop_that_comes_after_the_last_step_is_told_to_the_caller(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"status": "done"}')
+    assert _read_outcome(tmp_path, signal.SIGTERM)["stop_signal"] == signal.SIGTERM
+    assert "stop_signal" not in _read_outcome(tmp_path, None)
 
 
 def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:

@@ -60,6 +60,13 @@ def test_bad_input_is_not_tried_again_and_fail_fast_ends_the_sweep(command: Comm
     assert read_state(point_dir(tmp_path, 14)) is State.PENDING
 
 
+def test_a_signal_in_a_points_last_moment_ends_the_sweep(command: Command, tmp_path: Path) -> None:
+    code, _, err = command(*SWEEP, "seed=15,1")
+    assert code == 128 + 15 and "interrupted by SIGTERM" in err
+    assert [read_state(point_dir(tmp_path, seed)) for seed in (15, 1)] == [State.DONE, State.PENDING]
+    assert command("seed=15")[0] == 0, "a run alone is done"
+
+
 def test_without_a_folder_the_same_command_goes_on(command: Command, tmp_path: Path) -> None:
     for _ in range(2):
         code, out, _ = command("-m", "seed=1,2")
