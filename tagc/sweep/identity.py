@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from tagc.config import Config, flatten, is_operational, to_dict
 
 ID_LENGTH = 8  # hexadecimal digits: among 1,000 points two meet by chance in 1 of 8,600 sweeps, and are then refused
+MAX_NAME = 40  # characters of a name in a folder's
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ def hash_config(config: Config) -> str:
 
 
 def name_folder(config: Config) -> str:
-    """A point's folder inside the sweep's: ``tagc2-10gbps-nano-seed0-1a2b3c4d``. The hash decides."""
-    parts = (config.compressor.name, config.bandwidth.label, config.model.name, f"seed{config.seed}")
-    return "-".join((*parts, hash_config(config)))
+    """A point's folder inside the sweep's: ``tagc2-10gbps-nano-seed0-1a2b3c4d``. The hash decides.
+
+    Names that a user chose are cut and lose what no file name should hold.
+    """
+    names = (config.compressor.name, config.bandwidth.label, config.model.name)
+    parts = (re.sub(r"[^A-Za-z0-9_.+]", "_", name)[:MAX_NAME] for name in names)
+    return "-".join((*parts, f"seed{config.seed}", hash_config(config)))

@@ -95,19 +95,25 @@ class PointSweeper(Sweeper):
             raise UserError("hydra.sweep.subdir: a point's folder is named after what it runs; set hydra.sweep.dir")
         parser = OverridesParser.create(config_loader=self._loader)
         words = [*(f"{key}={values}" for key, values in self._params.items()), *arguments]
-        grid = BasicSweeper.split_arguments(parser.parse_overrides(words), None)[0]
+        overrides = parser.parse_overrides(words)
+        if any(override.key_or_group == "experiment" and override.is_sweep_override() for override in overrides):
+            raise UserError(
+                "experiment: each brings a grid of its own, which a sweep over experiments would leave out; give one "
+                "command for each"
+            )
+        grid = BasicSweeper.split_arguments(overrides, None)[0]
         points, wrong = [], []
-        for number, overrides in enumerate(grid):
+        for number, settings in enumerate(grid):
             try:
-                config = self._compose(overrides)
+                config = self._compose(settings)
             except Exception as error:
                 message = cli.explain_error(error)
                 if message is None:
                     raise
-                wrong.append(message if len(grid) == 1 else f"point {number} ({' '.join(overrides)}): {message}")
+                wrong.append(message if len(grid) == 1 else f"point {number} ({' '.join(settings)}): {message}")
                 continue
             name = name_folder(config)
-            points.append(Point(number, (*overrides, f"hydra.sweep.subdir={name}"), config, sweep_dir / name))
+            points.append(Point(number, (*settings, f"hydra.sweep.subdir={name}"), config, sweep_dir / name))
         if wrong:
             heading = f"{len(wrong)} of {len(grid)} points cannot run, so none was started:\n  "
             raise UserError((heading if len(grid) > 1 else "") + "\n  ".join(wrong))

@@ -35,6 +35,12 @@ def test_keys_that_decide_a_number_make_another_run_and_no_others_do() -> None:
     assert hash_config(config) != hash_config(other)
 
 
+def test_a_folders_name_is_one_name_whatever_the_model_is_called() -> None:
+    config = Config()
+    config.model.name = "../" + "x" * 300
+    assert name_folder(config) == f"tagc2-unlimited-.._{'x' * 37}-seed0-{hash_config(config)}"
+
+
 def test_the_second_command_skips_retries_and_adds(command: Command, tmp_path: Path) -> None:
     code, _, err = command(*SWEEP, "seed=1,14,2")
     assert code == 1 and "1 of 3 points are not done" in err
@@ -90,6 +96,7 @@ def test_only_one_point_in_the_folder_of_the_whole(command: Command, tmp_path: P
         (["logging.wandb=offline,disabled"], ["points 0 (", "and 1 (", "are the same run"]),
         (["seed=1", "hydra.sweep.subdir=x"], ["hydra.sweep.subdir", "hydra.sweep.dir"]),
         (["seed=1", "sweep.retries=-1"], ["sweep.retries=-1", ">= 0"]),
+        (["experiment=laptop,ablation"], ["experiment: each brings a grid", "one command for each"]),
     ],
 )
 def test_what_cannot_run_is_said_before_anything_starts(command: Command, tmp_path: Path, arguments, parts) -> None:
