@@ -70,11 +70,11 @@ class ArrayLauncher(SlurmLauncher):
                 for job, overrides in zip(jobs, job_overrides, strict=True):
                     point = " ".join(filter_overrides(overrides))
                     log.info("task %s: %s; log: %s", job.job_id, point, job.paths.stdout)
-                log.info("SLURM array %s goes on without this command; squeue -j %s, scancel %s", *[array_id] * 3)
+                log.info("submitted %d point(s) as SLURM array %s; it needs this command no more", len(jobs), array_id)
         try:
             states = wait_for_array(array_id, self.config.sweep.fail_fast)
         except KeyboardInterrupt:
-            log.warning("SLURM array %s goes on; scancel %s ends it, its runs save first", array_id, array_id)
+            log.warning("SLURM array %s goes on; squeue -j %s, scancel %s (its runs save first)", *[array_id] * 3)
             raise
         if self.config.sweep.fail_fast and not FAILED.isdisjoint(states.values()):
             raise SweepStopped
@@ -212,5 +212,7 @@ def _collect(job: Any, states: dict[str, str]) -> JobReturn:
             return result
     failed = JobReturn()
     failed.status = JobStatus.FAILED
-    failed.return_value = RuntimeError(f"task {job.job_id} left the queue as {state}; its log: {job.paths.stdout}")
+    message = f"task {job.job_id} left the queue as {state}; its log: {job.paths.stdout}"
+    log.warning(message)
+    failed.return_value = RuntimeError(message)
     return failed

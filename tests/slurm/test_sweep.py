@@ -1,13 +1,14 @@
-"""A sweep on a real SLURM, both ways: `run.py -m cluster=slurm` and `sbatch --array slurm/sweep.sbatch`.
+"""A sweep on a real SLURM, both ways at once: `run.py -m cluster=slurm` and `sbatch --array slurm/sweep.sbatch`.
 
-Of each array's tasks one runs undisturbed, one is stopped half-way and comes back, one fails and one is cancelled. The
-first two train the same, so they tell whether a requeue changes a single bit.
+In each array one task is stopped half-way and comes back, one fails and one is cancelled; in the first one more runs
+undisturbed. It and the two that came back train the same, so they tell whether a requeue changes a single bit.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,64 +22,91 @@ from tests.train.harness import write_tokens
 pytestmark = [pytest.mark.slurm, pytest.mark.end_to_end]
 UNDISTURBED, STOPPED, FAILS, CANCELLED = range(4)
 TOKENS = ["tokens0", "tokens1", "missing", "tokens3"]
+ENDS = {STOPPED: ("COMPLETED", "1"), FAILS: ("FAILED", "0"), CANCELLED: ("CANCELLED", "0")}
 
 
-@pytest.fixture
-def sweep(tmp_path: Path) -> list[str]:
-    """The overrides of four points."""
+def name_points(folder: Path) -> list[str]:
+    """The overrides of four points, and their tokens; those of the third are missing."""
     for name in TOKENS:
         if name != "missing":
-            (tmp_path / name).mkdir()
-            write_tokens(tmp_path / name)
-    points = ",".join(str(tmp_path / name) for name in TOKENS)
-    return [*SETTINGS, f"data.path={points}", f"hydra.sweep.dir={tmp_path}/sweep"]
+            (folder / name).mkdir()
+            write_tokens(folder / name)
+    return [*SETTINGS, "data.path=" + ",".join(str(folder / name) for name in TOKENS)]
 
 
-def check_tasks(slurm: Slurm, array: str, sweep_dir: Path) -> None:
-    """What SLURM says of the four tasks, and what they recorded."""
-    jobs = [slurm.describe_job(f"{array}_{index}") for index in range(4)]
-    ends = [(job.get("JobState", "CANCELLED"), job.get("Restarts", "0")) for job in jobs]  # unknown: it never started
-    assert ends == [("COMPLETED", "0"), ("COMPLETED", "1"), ("FAILED", "0"), ("CANCELLED", "0")]
-    hours, minutes, seconds = map(int, jobs[UNDISTURBED]["RunTime"].split(":"))
-    assert 0 < hours * 3600 + minutes * 60 + seconds < 300
-    both = [load_rows(find_point(sweep_dir, TOKENS[index])) for index in (UNDISTURBED, STOPPED)]
-    losses = [[(row["step"], row["train_loss"]) for row in rows] for rows in both]
-    assert [step for step, _ in losses[0]] == list(range(1, STEPS + 1))
-    assert losses[0] == losses[1], "a requeue has changed the run"
+def wait_for_rows(sweep_dir: Path, point: int, count: int) -> None:
+    wait_until(lambda: len(load_rows(find_point(sweep_dir, TOKENS[point]))) >= count, f"rows of point {point}", 120)
 
 
-def test_through_submitit(slurm: Slurm, tmp_path: Path, sweep: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PATH", "SLURM_CONF"):
-        monkeypatch.setenv(name, slurm.environment[name])
-    sweep_dir, said = tmp_path / "sweep", tmp_path / "said"
-    command = [sys.executable, "run.py", "-m", "cluster=slurm", "cluster.time=5", "cluster.array_parallelism=3", *sweep]
+def sweep_through_submitit(slurm: Slurm, sweep_dir: Path, points: list[str]) -> str:
+    """Returns the number of the array."""
+    command = [
+        sys.executable,
+        "run.py",
+        "-m",
+        "cluster=slurm",
+        "cluster.time=5",
+        "cluster.array_parallelism=3",
+        *points,
+    ]
+    said = sweep_dir.with_suffix(".txt")
     with said.open("w") as file:
+        command.append(f"hydra.sweep.dir={sweep_dir}")
         run = subprocess.Popen(command, cwd=ROOT, env=slurm.environment, stdout=file, stderr=subprocess.STDOUT)
     try:
-        wait_until(lambda: list(sweep_dir.glob(".submitit/*_0")) or run.poll() is not None, "an array")
+        wait_until(lambda: list(sweep_dir.glob(".submitit/*_0")) or run.poll() is not None, "an array", 120)
         assert run.poll() is None, said.read_text()
         array = next(sweep_dir.glob(".submitit/*_0")).name.removesuffix("_0")
         slurm.ask("scancel", f"{array}_{CANCELLED}")  # it waits for one of the three before it
         with pytest.raises(UserError, match=f"SLURM array {array} of the sweep in {sweep_dir} is still in the queue"):
             check_nothing_queued(sweep_dir / ".submitit")  # as when run.py has gone and is called again
-        wait_until(
-            lambda: len(load_rows(find_point(sweep_dir, TOKENS[STOPPED]))) > 3, "rows of the point to be stopped"
-        )
+        wait_for_rows(sweep_dir, STOPPED, 4)
         slurm.ask("scancel", "--signal=USR1", f"{array}_{STOPPED}")  # as SLURM does before the time is up
         wait_until(lambda: run.poll() is not None, "the end of run.py", 120)
     finally:
         run.kill()
     assert run.returncode == 1, said.read_text()
-    check_tasks(slurm, array, sweep_dir)
+    return array
 
 
-def test_through_sbatch(slurm: Slurm, tmp_path: Path, sweep: list[str]) -> None:
-    sweep_dir = tmp_path / "sweep"
-    options = ["--parsable", "--time=5", "--array=0-3%3", f"--output={tmp_path}/%a.out"]
-    array = slurm.submit(*options, "slurm/sweep.sbatch", *sweep)
-    wait_until(lambda: len(load_rows(find_point(sweep_dir, TOKENS[STOPPED]))) > 3, "rows of the point to be stopped")
+def sweep_through_sbatch(slurm: Slurm, sweep_dir: Path, points: list[str]) -> str:
+    """Returns the number of the array, which has all points but the first."""
+    options = ["--parsable", "--time=5", f"--array={STOPPED}-{CANCELLED}", f"--output={sweep_dir}_%a.txt"]
+    array = slurm.submit(*options, "slurm/sweep.sbatch", *points, f"hydra.sweep.dir={sweep_dir}")
+    wait_for_rows(sweep_dir, STOPPED, 4)
     slurm.ask("scontrol", "requeue", f"{array}_{STOPPED}")  # as preemption does
-    wait_until(lambda: load_rows(find_point(sweep_dir, TOKENS[CANCELLED])), "rows of the point to be cancelled", 120)
+    wait_for_rows(sweep_dir, CANCELLED, 1)
     slurm.ask("scancel", f"{array}_{CANCELLED}")
     wait_until(lambda: not slurm.ask("squeue", "-h", "-j", array), "the end of the array", 120)
-    check_tasks(slurm, array, sweep_dir)
+    return array
+
+
+def check_ends(slurm: Slurm, array: str, ends: dict[int, tuple[str, str]]) -> None:
+    """What SLURM says of the tasks: how they ended after how many restarts, and how long they took."""
+    jobs = {index: slurm.describe_job(f"{array}_{index}") for index in ends}
+    # Unknown: it never started.
+    assert {i: (job.get("JobState", "CANCELLED"), job.get("Restarts", "0")) for i, job in jobs.items()} == ends
+    hours, minutes, seconds = map(int, jobs[STOPPED]["RunTime"].split(":"))
+    assert 0 < hours * 3600 + minutes * 60 + seconds < 300
+
+
+def load_losses(sweep_dir: Path, point: int) -> list[tuple[int, float]]:
+    return [(row["step"], row["train_loss"]) for row in load_rows(find_point(sweep_dir, TOKENS[point]))]
+
+
+def test_a_sweep_both_ways(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, slurm.environment[name])
+    points = name_points(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(sweep_through_submitit, slurm, tmp_path / "submitit", points)
+        second = pool.submit(sweep_through_sbatch, slurm, tmp_path / "sbatch", points)
+    check_ends(slurm, first.result(), {UNDISTURBED: ("COMPLETED", "0"), **ENDS})
+    check_ends(slurm, second.result(), ENDS)
+    losses = load_losses(tmp_path / "submitit", UNDISTURBED)
+    assert [step for step, _ in losses] == list(range(1, STEPS + 1))
+    for way in ("submitit", "sbatch"):
+        assert load_losses(tmp_path / way, STOPPED) == losses, f"a requeue has changed the run through {way}"
+    cancelled = find_point(tmp_path / "sbatch", TOKENS[CANCELLED])
+    assert cancelled is not None
+    assert list(cancelled.glob("checkpoints/step_*")), "scancel has not let the run save"

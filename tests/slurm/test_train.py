@@ -42,6 +42,7 @@ REFUSED = [
     ({}, 10, "10 points to run, but an array of this cluster at most 9 tasks"),
     ({"constraint": "h100"}, 1, "see cluster.constraint"),
     ({"cpus_per_task": 64}, 1, "see cluster.gpus_per_node, cluster.cpus_per_task"),
+    ({"gpus_per_node": 8}, 1, "see cluster.gpus_per_node, as `sinfo"),
 ]
 
 
