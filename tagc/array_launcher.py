@@ -11,8 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,9 @@ from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
 from omegaconf import OmegaConf
 
-from tagc.errors import UserError
-from tagc.slurm import ENDED, check_submission, read_states
+from tagc.errors import SweepStopped, UserError
+from tagc.slurm import ENDED, FAILED, cancel_waiting, check_submission, hide_other_settings, read_states
+from tagc.stop_request import block_signals
 
 ROOT = Path(__file__).parent.parent
 TARGET = "hydra_plugins.tagc.ArrayLauncher"  # conf/hydra/launcher/slurm.yaml; Hydra takes launchers of no other package
@@ -53,40 +56,63 @@ class ArrayLauncher(SlurmLauncher):
         """Submit the array and wait until SLURM has ended every task.
 
         Returns: one ``JobReturn`` per job; of a task that failed or was cancelled, one that holds a ``RuntimeError``.
-        Errors: ``UserError`` if the array could not be accepted; nothing has been submitted then.
+        Errors: ``UserError`` if the array could not be accepted; nothing has been submitted then. ``SweepStopped``
+        when a task failed and ``sweep.fail_fast`` is set.
         """
         check_same_request(job_overrides)
         check_nothing_queued(Path(self.params["submitit_folder"]).parent)
-        check_submission(self.params, len(job_overrides))
-        sweep_dir = Path(str(self.config.hydra.sweep.dir)).absolute()
-        sweep_dir.mkdir(parents=True, exist_ok=True)
-        points = [
-            (list(overrides), "hydra.sweep.dir", number, f"point_{number}", Singleton.get_state())
-            for number, overrides in enumerate(job_overrides, initial_job_idx)
-        ]
-        executor = self._make_executor(max(_read_ranks(job_overrides, self.config.cluster.ranks)))
-        jobs = (
-            [executor.submit(self, *points[0])]
-            if len(points) == 1
-            else executor.map_array(self, *zip(*points, strict=True))
-        )
-        array_id = jobs[0].job_id.split("_")[0]
-        for job, overrides in zip(jobs, job_overrides, strict=True):
-            log.info("task %s: %s; log: %s", job.job_id, " ".join(filter_overrides(overrides)), job.paths.stdout)
-        log.info("SLURM array %s goes on without this command; squeue -j %s, scancel %s", *[array_id] * 3)
-        states = wait_for_array(array_id)
+        params = self._complete_params(max(_read_ranks(job_overrides, self.config.cluster.ranks)))
+        with hide_other_settings(params):
+            check_submission(params, len(job_overrides))
+            with block_signals(signal.SIGINT):  # a Ctrl-C between sbatch and the files that the tasks read
+                jobs = self._submit(params, job_overrides, initial_job_idx)
+                array_id = jobs[0].job_id.split("_")[0]
+                for job, overrides in zip(jobs, job_overrides, strict=True):
+                    point = " ".join(filter_overrides(overrides))
+                    log.info("task %s: %s; log: %s", job.job_id, point, job.paths.stdout)
+                log.info("submitted %d point(s) as SLURM array %s; it needs this command no more", len(jobs), array_id)
+        try:
+            states = wait_for_array(array_id, self.config.sweep.fail_fast)
+        except KeyboardInterrupt:
+            log.warning("SLURM array %s goes on; squeue -j %s, scancel %s (its runs save first)", *[array_id] * 3)
+            raise
+        if self.config.sweep.fail_fast and not FAILED.isdisjoint(states.values()):
+            raise SweepStopped
         return [_collect(job, states) for job in jobs]
 
-    def _make_executor(self, ranks: int) -> Any:
-        """Submitit's, with this launcher's settings; ``ranks``: of the largest point."""
+    def _complete_params(self, ranks: int) -> dict[str, Any]:
+        """The settings of ``hydra.launcher``, with what follows from others; ``ranks``: of the largest point."""
+        cluster = self.config.cluster
+        params = {name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in self.params.items()}
+        if params["cpus_per_task"] is None:
+            params["cpus_per_task"] = (cluster.threads_per_rank or 1) * ranks // cluster.nodes
+        return params
+
+    def _submit(self, params: dict[str, Any], job_overrides: Sequence[Sequence[str]], first: int) -> list[Any]:
+        """One submitit job per point. Errors: ``UserError`` with SLURM's words where it refuses."""
+        points = [
+            (list(overrides), "hydra.sweep.dir", number, f"point_{number}", Singleton.get_state())
+            for number, overrides in enumerate(job_overrides, first)
+        ]
+        executor = self._make_executor(params)
+        from submitit.core.utils import FailedJobError
+
+        Path(str(self.config.hydra.sweep.dir)).absolute().mkdir(parents=True, exist_ok=True)
+        try:
+            if len(points) == 1:
+                return [executor.submit(self, *points[0])]
+            return list(executor.map_array(self, *zip(*points, strict=True)))
+        except FailedJobError as refused:
+            raise UserError(f"SLURM did not take the array of {len(points)}: {str(refused).strip()}") from refused
+
+    def _make_executor(self, params: dict[str, Any]) -> Any:
+        """Submitit's, with the complete settings of this launcher."""
         os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # what the ranks listen to; read when submitit is imported
         import submitit
 
         cluster = self.config.cluster
-        params = {name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in self.params.items()}
+        params = dict(params)
         folder, timeouts = str(params.pop("submitit_folder")), params.pop("max_num_timeout")
-        if params["cpus_per_task"] is None:
-            params["cpus_per_task"] = (cluster.threads_per_rank or 1) * ranks // cluster.nodes
         params["setup"] = [
             f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
             f"export SUBMITIT_PREEMPT_SIGNAL=USR1 SLURM_WAIT=60 TAGC_MAX_REQUEUES={cluster.max_requeues}",
@@ -140,22 +166,36 @@ def check_nothing_queued(submitit_dir: Path) -> None:
             )
 
 
-def wait_for_array(array_id: str) -> dict[str, str]:
-    """Wait until SLURM has ended every task; returns the last state that it told of each."""
+def wait_for_array(array_id: str, fail_fast: bool = False) -> dict[str, str]:
+    """Wait until SLURM has ended every task; returns the last state that it told of each. Tells of every change.
+
+    ``fail_fast``: once a task has failed, those that have not started are cancelled; those that run go on.
+    """
     states: dict[str, str] = {}
-    started_s, interval_s, warned = time.monotonic(), _POLL_S[0], False
+    told, stopped, warned = "", False, False
+    started_s = time.monotonic()
     while True:
         try:
             current = read_states(array_id)
-            if all(state in ENDED for state in current.values()):
-                return states | current
             states |= current
+            if told != (told := _count(states)):
+                log.info("SLURM array %s: %s", array_id, told)
+            if all(state in ENDED for state in current.values()):
+                return states
+            if fail_fast and not stopped and not FAILED.isdisjoint(states.values()):
+                log.warning("a task has failed and sweep.fail_fast is set; cancelling those that have not started")
+                cancel_waiting(array_id)
+                stopped = True
         except UserError as silence:  # a controller that restarts; the tasks go on meanwhile
             if not warned:
                 log.warning("%s; waiting for it", silence)
             warned = True
-        interval_s = min(_POLL_S[1], max(_POLL_S[0], (time.monotonic() - started_s) / 20))
-        time.sleep(interval_s)
+        time.sleep(min(_POLL_S[1], max(_POLL_S[0], (time.monotonic() - started_s) / 20)))
+
+
+def _count(states: dict[str, str]) -> str:
+    counts = Counter(states.values())
+    return ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
 
 
 def _collect(job: Any, states: dict[str, str]) -> JobReturn:
@@ -172,5 +212,7 @@ def _collect(job: Any, states: dict[str, str]) -> JobReturn:
             return result
     failed = JobReturn()
     failed.status = JobStatus.FAILED
-    failed.return_value = RuntimeError(f"task {job.job_id} left the queue as {state}; its log: {job.paths.stdout}")
+    message = f"task {job.job_id} left the queue as {state}; its log: {job.paths.stdout}"
+    log.warning(message)
+    failed.return_value = RuntimeError(message)
     return failed

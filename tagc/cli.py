@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from tagc.array_launcher import register_launcher
 from tagc.cli_errors import check_keys, explain
 from tagc.config import Config, from_omegaconf
-from tagc.errors import UserError
+from tagc.errors import SweepStopped, UserError
 from tagc.launch import RunInterrupted, launch
 from tagc.sweep.jobs import run_point
 from tagc.sweep.states import load_json, read_state
@@ -116,10 +116,6 @@ class _JobFailed(BaseException):
 
     def __init__(self, error: Exception) -> None:
         self.error = error
-
-
-class SweepStopped(BaseException):
-    """Ends the launcher's loop over the points at the first one that failed, if ``sweep.fail_fast`` is set."""
 
 
 class JobReport(Callback):

@@ -189,7 +189,7 @@ class SweepConfig:
     """How `run.py -m` goes about its points. No key of this belongs to a point's identity."""
 
     retries: int = 1  # failed points are tried again this often in one command, >= 0; bad input is not
-    fail_fast: bool = False  # end at the first failed point; a SLURM array goes on
+    fail_fast: bool = False  # end at the first failed point; of a SLURM array, cancel the tasks that wait
     only: int | None = None  # run this point alone, 0-based in the complete list, in the folder it has in the sweep
     mixed_code: bool = False  # go on although points in the folder were computed with other code
 

@@ -1,5 +1,9 @@
-"""Errors that a user can mend: shown as one message, without a traceback."""
+"""Errors that a user can mend, shown as one message without a traceback, and the end that a sweep was told to have."""
 
 
 class UserError(ValueError):
     """Bad input. The message names the key or file, the value and the remedy."""
+
+
+class SweepStopped(BaseException):
+    """Ends the launcher's loop over the points at the first one that failed, if ``sweep.fail_fast`` is set."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tagc.errors import UserError
@@ -17,25 +19,43 @@ _REMEDIES = (  # sbatch's words, the keys to look at
     ("account", "cluster.account, as `sacctmgr show associations` lists them"),
     ("feature specification", "cluster.constraint, as `sinfo -o %f` lists the nodes' features"),
     ("node count", "cluster.nodes, cluster.partition"),
-    ("node configuration", "cluster.gpus_per_node, cluster.cpus_per_task, hydra.launcher.mem_gb"),
+    (
+        "node configuration",
+        "cluster.gpus_per_node, cluster.cpus_per_task (else cluster.threads_per_rank and cluster.ranks), "
+        "hydra.launcher.mem_gb; `sinfo -o '%c %m %G'` lists the nodes' CPUs, memory and GPUs",
+    ),
+    ("gres", "cluster.gpus_per_node, as `sinfo -o %G` lists the nodes' GPUs"),
     ("qos", "hydra.launcher.qos"),
     ("time limit", "cluster.time"),
 )
-ENDED = {
-    "CANCELLED",
-    "COMPLETED",
-    "FAILED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-}
+FAILED = {"FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"}
+ENDED = {"CANCELLED", "COMPLETED", "PREEMPTED", *FAILED}
+_SET_ALWAYS = {"SBATCH_TIMELIMIT", "SBATCH_SIGNAL", "SBATCH_ARRAY_INX", "SBATCH_NO_REQUEUE", "SBATCH_OPEN_MODE"}
+_ANSWER_S = 60
+
+
+@contextlib.contextmanager
+def hide_other_settings(params: Mapping[str, Any]) -> Iterator[None]:
+    """Hide from sbatch what would override ``params``, the settings of ``hydra.launcher``, or mislead the new job.
+
+    To sbatch a ``SBATCH_PARTITION`` in the environment is worth more than the script's line. And where this command
+    runs inside a job, the new one would inherit that one's number, array index and restarts.
+    """
+    set_here = _SET_ALWAYS | {f"SBATCH_{name.upper()}" for name, value in params.items() if value is not None}
+    in_job = ("SLURM_", "SLURMD_", "SRUN_") if "SLURM_JOB_ID" in os.environ else ()
+    hidden = [name for name in os.environ if name in set_here or (name.startswith(in_job) and name != "SLURM_CONF")]
+    saved = {name: os.environ.pop(name) for name in hidden}
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
 
 
 def _call(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"no answer in {_ANSWER_S} s")
 
 
 def _ask(*command: str) -> str:
@@ -49,7 +69,8 @@ def check_submission(params: Mapping[str, Any], tasks: int) -> None:
     """Whether SLURM would take an array of ``tasks`` with these settings of ``hydra.launcher``. Submits nothing.
 
     Errors: ``UserError`` without SLURM's commands, for an unknown or closed partition, one that allows less time or has
-    fewer nodes, more tasks than an array may have, and for whatever else ``sbatch --test-only`` refuses.
+    fewer nodes, more tasks than an array may have, and for whatever else ``sbatch --test-only`` refuses (CPUs, GPUs,
+    features, account).
     """
     if shutil.which("sbatch") is None:
         raise UserError("cluster=slurm: there is no sbatch in PATH; log in to a node of the cluster, or cluster=local")
@@ -73,7 +94,8 @@ def check_submission(params: Mapping[str, Any], tasks: int) -> None:
 def _check_partition(params: Mapping[str, Any]) -> None:
     rows = [line.split("|") for line in _ask("sinfo", "--noheader", "--format=%P|%a|%l|%D").splitlines()]
     names = [row[0].rstrip("*") for row in rows]
-    wanted = params.get("partition") or next((row[0][:-1] for row in rows if row[0].endswith("*")), None)
+    default = next((row[0][:-1] for row in rows if row[0].endswith("*")), None)
+    wanted = params.get("partition") or os.environ.get("SBATCH_PARTITION") or default
     if wanted is None:
         raise UserError(f"this cluster has no default partition; set cluster.partition to one of {', '.join(names)}")
     if wanted not in names:
@@ -110,9 +132,16 @@ def _read_minutes(limit: str) -> int | None:
 def read_states(array_id: str) -> dict[str, str]:
     """The state of each task that SLURM remembers, by ``<array>_<index>``; of a lone job by its number.
 
-    Empty when SLURM has forgotten the array. Errors: ``UserError`` when it does not answer.
+    A task that waits has the reason behind its state: ``PENDING (Resources)``. Empty when SLURM has forgotten the
+    array. Errors: ``UserError`` when it does not answer.
     """
-    done = _call("squeue", "--noheader", "--array", "--states=all", f"--jobs={array_id}", "--format=%F_%K %T")
+    done = _call("squeue", "--noheader", "--array", "--states=all", f"--jobs={array_id}", "--format=%F_%K %T (%r)")
     if done.returncode and "invalid job id" not in done.stderr.lower():
         raise UserError(f"squeue does not answer: {done.stderr.strip()}")
-    return dict(line.replace("_N/A", "").split(maxsplit=1) for line in done.stdout.splitlines())
+    rows = (line.replace("_N/A", "").replace(" (None)", "").split(maxsplit=1) for line in done.stdout.splitlines())
+    return {task: state if state.startswith("PENDING") else state.split()[0] for task, state in rows}
+
+
+def cancel_waiting(array_id: str) -> None:
+    """End the tasks that have not started; those that run go on."""
+    _call("scancel", "--state=PENDING", array_id)

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from tagc import cli
 from tagc.config import Config
 from tagc.device import resolve_device
-from tagc.errors import UserError
+from tagc.errors import SweepStopped, UserError
 from tagc.sweep.code import check_same_code, describe_code
 from tagc.sweep.identity import Point, name_folder
 from tagc.sweep.jobs import is_first_node
@@ -138,7 +138,7 @@ class PointSweeper(Sweeper):
             for first in range(0, len(points), size):
                 batch = [list(point.overrides) for point in points[first : first + size]]
                 self._launcher.launch(batch, initial_job_idx=first)
-        except cli.SweepStopped:
+        except SweepStopped:
             return False
         except OSError as error:  # Hydra writes into a point's folder before the point begins
             raise UserError(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tagc.array_launcher import check_same_request
+from tagc import array_launcher
+from tagc.array_launcher import check_same_request, wait_for_array
 from tagc.config import Config, validate
 from tagc.errors import UserError
 from tagc.launch import launch
 from tagc.nodes import meet_nodes
-from tagc.slurm import check_submission
+from tagc.slurm import check_submission, hide_other_settings
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,30 @@ def test_tasks_of_an_array_ask_for_the_same() -> None:
     check_same_request([["cluster.ranks=2", "seed=0"], ["cluster.ranks=4", "seed=0"]])
     with pytest.raises(UserError, match=r"cluster.nodes=1,2: .* one sweep for each value"):
         check_same_request([["cluster.nodes=1", "seed=0"], ["cluster.nodes=2", "seed=0"]])
+
+
+def test_settings_of_another_job_stay_out_of_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_CONF", "SBATCH_PARTITION", "SBATCH_ACCOUNT"):
+        monkeypatch.setenv(name, "7")
+    before = dict(os.environ)
+    with hide_other_settings({"partition": "gpu", "account": None}):
+        left = {name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))}
+    assert left == {"SLURM_CONF", "SBATCH_ACCOUNT"}
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("fail_fast", [True, False])
+def test_fail_fast_cancels_what_waits(fail_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"7_0": "FAILED", "7_1": "RUNNING", "7_2": "PENDING (Resources)"}
+    cancelled = []
+
+    def let_time_pass(_: float) -> None:
+        states["7_1"] = "COMPLETED"
+        states["7_2"] = "CANCELLED" if cancelled else "COMPLETED"
+
+    monkeypatch.setattr(array_launcher, "read_states", lambda array_id: dict(states))
+    monkeypatch.setattr(array_launcher, "cancel_waiting", cancelled.append)
+    monkeypatch.setattr(array_launcher.time, "sleep", let_time_pass)
+    last = "CANCELLED" if fail_fast else "COMPLETED"
+    assert wait_for_array("7", fail_fast) == {"7_0": "FAILED", "7_1": "COMPLETED", "7_2": last}
+    assert cancelled == ["7"] * fail_fast

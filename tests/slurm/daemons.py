@@ -47,7 +47,7 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 MaxArraySize=9
 KillWait=20
-NodeName={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=1000 State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 CPUs=12 RealMemory=1000 State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=30 State=UP
 PartitionName=closed Nodes={host} MaxTime=30 State=DOWN
 """

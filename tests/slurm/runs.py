@@ -11,7 +11,7 @@ import yaml
 from tests.comm.harness import VOCAB
 
 ROOT = Path(__file__).parents[2]
-STEPS = 20
+STEPS = 14
 SETTINGS = (
     *("model.layers=1", "model.width=48", "model.heads=3", "model.context=16", "compressor.min_numel=512"),
     *("data=bin", f"data.vocab_size={VOCAB}", "logging.wandb=disabled", "kernels=reference"),
