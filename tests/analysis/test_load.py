@@ -53,6 +53,16 @@ def test_a_run_without_an_end_is_unfinished_and_one_without_a_manifest_refused(f
         load_folder(folder)
 
 
+def test_a_run_that_never_stepped_is_named_and_a_configuration_without_its_keys_refused(folder):
+    rows = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").unlink()
+    assert load_recorded([folder.parent]).left_out == [("run", "it ended before its first step")]
+    (folder / "metrics.jsonl").write_text(rows)
+    (folder / "config.yaml").write_text("seed: 0\n")
+    with pytest.raises(UserError, match=r"config\.yaml: lacks compressor\.name, cluster\.ranks"):
+        load_folder(folder)
+
+
 def test_an_unknown_layout_is_left_out_by_name(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["schema_version"] == 1
