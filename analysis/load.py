@@ -216,24 +216,34 @@ def load_folder(folder: Path, name: Path | str | None = None) -> Run:
         ) from error
     rows = load_rows(path)
     _check_steps(path, rows)
-    manifest = _load_json(folder / "manifest.json")
+    manifest = _drop_nulls(_load_json(folder / "manifest.json"))
     has_summary = (folder / "summary.json").exists()
     summary = _load_json(folder / "summary.json") if has_summary else {"status": "unfinished"}
     problems = ("a torn last row was left out",) if is_torn and rows else ()
     _check_config(folder / "config.yaml", config)
-    return Run(
-        _name_run(folder, name), config, manifest, summary, thin_rows(rows, config["trainer.max_steps"]), problems
-    )
+    try:
+        thin = thin_rows(rows, config["trainer.max_steps"])
+    except ValueError as error:
+        raise UserError(f"{path}: text in place of a number ({error}); repair the file") from error
+    return Run(_name_run(folder, name), config, manifest, summary, thin, problems)
 
 
 def _name_run(folder: Path, name: Path | str | None) -> str:
     return folder.name if name in (None, Path(".")) else str(name)
 
 
+def _drop_nulls(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What is unknown is absent."""
+    return {key: value for key, value in manifest.items() if value is not None}
+
+
 def _check_config(path: Path, config: dict[str, Any]) -> None:
     missing = [key for key in NEEDED_KEYS if config.get(key) is None]
     if missing:
         raise UserError(f"{path}: lacks {', '.join(missing)}; restore it or take the run away")
+    for key in ("seed", "cluster.ranks", "trainer.max_steps"):
+        if not isinstance(config[key], int):
+            raise UserError(f"{path}: {key}={config[key]!r} is no whole number; restore it or take the run away")
 
 
 def _check_steps(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -262,7 +272,7 @@ def load_kept(path: Path, shared: dict[str, Any] | None = None) -> Run:
             raise
         raise UserError(f"{path.with_suffix('.csv')} cannot be read ({error}); keep the run again") from error
     _check_config(path, shared["config"])
-    return Run(path.stem, shared["config"], shared["manifest"], shared["summary"], rows)
+    return Run(path.stem, shared["config"], _drop_nulls(shared["manifest"]), shared["summary"], rows)
 
 
 def thin_rows(rows: Sequence[dict[str, Any]], max_steps: int) -> pd.DataFrame:

@@ -59,8 +59,8 @@ def compare_losses(runs: Sequence[Run]) -> pd.DataFrame:
                     "val_loss_sd": losses.std(ddof=1) if len(losses) > 1 else math.nan,
                     "pairs": estimate.n,
                     **spell("degradation_frac", estimate),
-                    "sparsity": first.config["compressor.sparsity"],
-                    "layers": first.config["compressor.layers"],
+                    "sparsity": first.config.get("compressor.sparsity"),
+                    "layers": first.config.get("compressor.layers"),
                 }
             )
     return pd.DataFrame(lines, columns=LOSS_COLUMNS)
