@@ -14,7 +14,6 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.arms import compressor_of, sort_arms
-from analysis.cell_tables import format_crossover
 from analysis.cells import BASELINES, find_crossovers, read_estimate, summarise_cell
 from analysis.claims import make_claims_sheet
 from analysis.load import Recorded, load_recorded
@@ -30,6 +29,7 @@ README, ROWS = ROOT / "README.md", ROOT / "experiments"
 BEGIN = "<!-- results: made by `make results` from experiments/, do not edit -->"
 END = "<!-- /results -->"
 WIDTH = 120
+BOUNDS = {"interpolated": "", "above": "over ", "below": "under "}  # a wrapped line must not begin with ">"
 
 
 def pick_setting(table: pd.DataFrame) -> pd.DataFrame:
@@ -71,7 +71,7 @@ def describe_crossovers(table: pd.DataFrame) -> str:
     crossovers, sentences = find_crossovers(table), []
     for baseline in BASELINES:
         rows = crossovers[crossovers["baseline"] == baseline]
-        shown = [f"`{row.arm}` {format_crossover(row.bound, row.crossover_mbps)}" for row in rows.itertuples()]
+        shown = [f"`{row.arm}` {BOUNDS[row.bound]}{row.crossover_mbps:.0f}" for row in rows.itertuples()]
         if shown:
             sentences.append(f"Faster than `{baseline}` up to, in Mbit/s: {', '.join(shown)}.")
     return " ".join(sentences)
