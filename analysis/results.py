@@ -100,7 +100,8 @@ def make_degradation_sheet(losses: pd.DataFrame) -> Sheet:
 
 def _format_loss(line: pd.Series) -> str:
     if line["arm"] == "fsdp":
-        return f"{line['val_loss']:.3f}, sd {format_number(line['val_loss_sd'] / line['val_loss'], '.2%')}"
+        noise = line["val_loss_sd"] / line["val_loss"]
+        return f"{line['val_loss']:.3f} ({'' if pd.isna(noise) else f'sd {noise:.2%}, '}n = {line['seeds']})"
     return format_degradation(line, show_n=True)
 
 
