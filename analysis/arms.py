@@ -1,10 +1,12 @@
 """How an arm looks: the same order, colour, marker, line and hatch in every table and figure.
 
 Colours are those of Okabe and Ito, which the colour-blind can tell apart; marker, line and hatch do it without colour.
+Their yellow is darkened, or it would be lost on white paper.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ STYLES = {
     "noop": Style("#7f7f7f", "x", ":", ""),
     "fsdp": Style("#000000", "o", "-", ""),
     "bf16": Style("#0072b2", "s", "--", "//"),
-    "lhc": Style("#f0e442", "P", "-.", ".."),
+    "lhc": Style("#a6980c", "P", "-.", ".."),
     "tagc": Style("#e69f00", "^", "-.", "\\\\"),
     "tagc2": Style("#d55e00", "D", "-", "xx"),
     "packed": Style("#009e73", "v", "--", "--"),
@@ -56,10 +58,15 @@ def style_of(arm: str) -> Style:
 
 
 def sort_arms(arms: Iterable[str]) -> list[str]:
-    """Without repetition, in the order of ``STYLES``; a compressor's own setting before its variants.
+    """Without repetition, in the order of ``STYLES``; a compressor's own setting, then its variants by key and value.
 
-    >>> sort_arms(["tagc2 layers=all", "zip", "tagc2", "fsdp", "fsdp"])
-    ['fsdp', 'tagc2', 'tagc2 layers=all', 'zip']
+    >>> sort_arms(["zip", "tagc2 ratio=16", "tagc2 ratio=8", "tagc2 layers=all", "tagc2", "fsdp", "fsdp"])
+    ['fsdp', 'tagc2', 'tagc2 layers=all', 'tagc2 ratio=8', 'tagc2 ratio=16', 'zip']
     """
     order = {name: i for i, name in enumerate(STYLES)}
-    return sorted(set(arms), key=lambda arm: (order.get(compressor_of(arm), len(order)), arm))
+    return sorted(set(arms), key=lambda arm: (order.get(compressor_of(arm), len(order)), _split_numbers(arm)))
+
+
+def _split_numbers(text: str) -> list[tuple[str, float]]:
+    """Text before each number, and the number: 8 comes before 16."""
+    return [(before, float(number or 0)) for before, number in re.findall(r"([^\d]*)(\d+(?:\.\d+)?|$)", text)]

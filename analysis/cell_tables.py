@@ -145,11 +145,20 @@ def make_agreement_sheet(table: pd.DataFrame) -> Sheet:
     return Sheet("agreement", "Namespaces against paced", note, headers, lines)
 
 
+def format_crossover(bound: str, rate_mbps: float) -> str:
+    """Mbit/s; ``>`` and ``<``: beyond all measured rates.
+
+    >>> format_crossover("below", 85.4)
+    '< 85'
+    """
+    signs = {"interpolated": "", "above": "> ", "below": "< "}
+    return f"{signs[bound]}{rate_mbps:.0f}"
+
+
 def make_crossover_sheet(crossovers: pd.DataFrame) -> Sheet:
     """Where compression stops paying."""
-    signs = {"interpolated": "", "above": "> ", "below": "< "}
     lines = [
-        (c.setting, c.network, c.arm, c.baseline, f"{signs[c.bound]}{c.crossover_mbps:.0f}", str(c.rates))
+        (c.setting, c.network, c.arm, c.baseline, format_crossover(c.bound, c.crossover_mbps), str(c.rates))
         for c in crossovers.itertuples()
     ]
     note = (

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from analysis.stats import Estimate, bootstrap_median, cross_zero, paired_saving, spread
@@ -147,9 +146,10 @@ def spell(name: str, estimate: Estimate) -> dict[str, float]:
     return {name: estimate.middle, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
-def read_estimate(line: pd.Series, name: str) -> Estimate:
-    """The reverse of :func:`spell`; n is the number of blocks."""
-    return Estimate(int(line["blocks"]), line[name], line[f"{name}_low"], line[f"{name}_high"])
+def read_estimate(line: pd.Series, name: str, n: int | None = None) -> Estimate:
+    """The reverse of :func:`spell`; n: the number of blocks if not given."""
+    n = int(line["blocks"] if n is None else n)
+    return Estimate(n, line[name], line[f"{name}_low"], line[f"{name}_high"])
 
 
 def _sent_bytes(timed: pd.DataFrame, is_counted: bool) -> float:
@@ -189,18 +189,26 @@ def _realised_frac(line: dict[str, Any], blocks: pd.DataFrame, baseline_bytes: f
 def find_crossovers(table: pd.DataFrame, baselines: tuple[str, ...] = BASELINES) -> pd.DataFrame:
     """For every setting, arm and baseline the link rate above which the arm is no longer faster.
 
-    Cells of different machines or networks never meet. ``bound``: see :func:`analysis.stats.cross_zero`; ``rates``:
-    how many were measured. At least two must be.
+    Cells of different machines or networks never meet.
     """
     is_compressor = (table["bytes_counted_by"] == "exchange") & ~table["arm"].isin(["noop", "fsdp"])
-    keys, found = ["network", "machine", "setting", "arm"], []
     capped = table[table["rate_mbps"].notna() & is_compressor]
-    for names, group in capped.groupby(keys, sort=False):
-        for baseline in baselines:
-            points = group[["rate_mbps", f"saved_vs_{baseline}_frac"]].dropna().sort_values("rate_mbps").to_numpy()
-            if names[-1] == baseline or len(points) < 2:
-                continue
-            rate, bound = cross_zero(points[:, 0], np.asarray(points[:, 1], dtype=float))
+    by_baseline = [capped.assign(baseline=name, saved=capped[f"saved_vs_{name}_frac"]) for name in baselines]
+    pairs = pd.concat(by_baseline).sort_index(kind="stable")  # an arm's baselines beside each other
+    pairs = pairs[pairs["arm"] != pairs["baseline"]]
+    return find_zeros(pairs, ["network", "machine", "setting", "arm", "baseline"], "saved")
+
+
+def find_zeros(table: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
+    """For every group of ``keys`` the link rate above which ``column``, a share saved, is no longer above zero.
+
+    ``bound``: see :func:`analysis.stats.cross_zero`; ``rates``: how many were measured. At least two must be.
+    """
+    found = []
+    for names, group in table.groupby(keys, sort=False):
+        points = group[["rate_mbps", column]].dropna().sort_values("rate_mbps").to_numpy(dtype=float)
+        if len(points) >= 2:
+            rate, bound = cross_zero(points[:, 0], points[:, 1])
             line = dict(zip(keys, names, strict=True))
-            found.append({**line, "baseline": baseline, "crossover_mbps": rate, "bound": bound, "rates": len(points)})
-    return pd.DataFrame(found, columns=[*keys, "baseline", "crossover_mbps", "bound", "rates"])
+            found.append({**line, "crossover_mbps": rate, "bound": bound, "rates": len(points)})
+    return pd.DataFrame(found, columns=[*keys, "crossover_mbps", "bound", "rates"])

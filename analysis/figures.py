@@ -5,7 +5,8 @@ Equal rows give equal bytes: no dates, no random ids, fonts as outlines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +17,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.arms import VARIANT_LINES, compressor_of, sort_arms, style_of
+from analysis.arms import STYLES, VARIANT_LINES, compressor_of, sort_arms, style_of
 
 SETTINGS: Any = {
     "svg.hashsalt": "tagc",
@@ -41,6 +42,7 @@ METADATA: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
 }
 WIDTH_IN = 7.2
+WIDTH_CHARACTERS, SHORT_LABEL = 110, 24  # of a legend below and beside the panels
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Drawing:
     @matplotlib.rc_context(SETTINGS)
     def save(self, folder: Path) -> Path:
         """Write PNG, PDF and SVG; returns the SVG."""
+        self.figure.draw_without_rendering()
+        self.figure.set_layout_engine("none")  # laid out once, not once a format
         for form, metadata in METADATA.items():
             self.figure.savefig(folder / f"{self.name}.{form}", dpi=150, metadata=metadata)
         return folder / f"{self.name}.svg"
@@ -66,28 +70,48 @@ class Drawing:
         return buffer.getvalue()
 
 
-def _make_figure(columns: int = 1, height_in: float = 3.2) -> tuple[Figure, list[Axes]]:
+def make_figure(columns: int = 1, height_in: float = 3.2) -> tuple[Figure, list[Axes]]:
+    """A figure of the page's width and its panels, side by side."""
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
-def _draw_line(axes: Axes, x: pd.Series, y: pd.Series, arm: str, variant: int = 0, markers: int = 8) -> None:
+def draw_line(axes: Axes, x: pd.Series, y: pd.Series, arm: str, variant: int = 0, markers: int = 8) -> None:
+    """A line in the arm's style; variant: number among the arms of its compressor."""
     style = style_of(arm)
     line = style.line if variant == 0 else VARIANT_LINES[variant % len(VARIANT_LINES)]
     every = max(1, len(x) // markers)
     axes.plot(x, y, color=style.colour, marker=style.marker, linestyle=line, markevery=every, label=arm)
 
 
-def _set_log_ticks(axes: Axes, values: Sequence[float]) -> None:
+def draw_intervals(axes: Axes, rows: pd.DataFrame, column: str, arm: str) -> None:
+    """A share in per cent over ``rate_mbps``, with its interval where there is one."""
+    style, middle = style_of(arm), 100 * rows[column]
+    reach = [middle - 100 * rows[f"{column}_low"], 100 * rows[f"{column}_high"] - middle]
+    look: Any = {"color": style.colour, "marker": style.marker, "linestyle": style.line, "label": arm}
+    axes.errorbar(rows["rate_mbps"], middle, yerr=reach, capsize=2, **look)
+
+
+def set_log_ticks(axes: Axes, values: Sequence[float]) -> None:
     """A logarithmic axis with a tick where something was measured."""
     axes.set_xscale("log")
     axes.set_xticks(values, [f"{value:.4g}" for value in values])
     axes.minorticks_off()
 
 
-def _add_legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+def add_legend(figure: Figure) -> None:
+    """Of all panels, beside them, or below them if labels are long; arms in their order."""
+    panels = [axes.get_legend_handles_labels() for axes in figure.axes]
+    handles = {label: handle for found in panels for handle, label in zip(*found, strict=True)}
+    is_arm = {label: compressor_of(label) in STYLES for label in handles}
+    labels = [x for x in sort_arms(handles) if is_arm[x]] + [x for x in handles if not is_arm[x]]
+    longest = max(map(len, labels), default=0)
+    is_beside = longest <= SHORT_LABEL
+    columns = 1 if is_beside else max(1, WIDTH_CHARACTERS // (longest + 8))
+    place: Any = "outside right upper" if is_beside else "outside lower left"
+    figure.legend([handles[label] for label in labels], labels, loc=place, ncols=columns, fontsize=8)
+    if not is_beside:
+        figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(labels) / columns))
 
 
 @matplotlib.rc_context(SETTINGS)
@@ -96,30 +120,18 @@ def draw_saving_by_rate(table: pd.DataFrame, network: str, setting: str) -> Draw
 
     table: lines of cells of one network and setting. Torch's own methods are left out, they would flatten the rest.
     """
-    figure, (axes,) = _make_figure()
+    figure, (axes,) = make_figure()
     axes.axhline(0, color="black", linewidth=0.8)
     counted = table[(table["bytes_counted_by"] == "exchange") & table["rate_mbps"].notna()]
     for arm in sort_arms(counted["arm"]):
         rows = counted[counted["arm"] == arm].sort_values("rate_mbps")
-        if arm == "fsdp" or rows["saved_vs_fsdp_frac"].isna().all():
-            continue
-        style, middle = style_of(arm), 100 * rows["saved_vs_fsdp_frac"]
-        reach = [middle - 100 * rows["saved_vs_fsdp_frac_low"], 100 * rows["saved_vs_fsdp_frac_high"] - middle]
-        axes.errorbar(
-            rows["rate_mbps"],
-            middle,
-            yerr=reach,
-            color=style.colour,
-            marker=style.marker,
-            linestyle=style.line,
-            capsize=2,
-            label=arm,
-        )
-    _set_log_ticks(axes, sorted(counted["rate_mbps"].unique()))
+        if arm != "fsdp" and rows["saved_vs_fsdp_frac"].notna().any():
+            draw_intervals(axes, rows, "saved_vs_fsdp_frac", arm)
+    set_log_ticks(axes, sorted(counted["rate_mbps"].unique()))
     axes.set_xlabel("link rate on this machine (Mbit/s per direction, logarithmic)")
     axes.set_ylabel("shorter iteration than fsdp (%)")
     axes.set_title(f"{setting}, {network}", loc="left", fontsize=9)
-    _add_legend(figure, axes)
+    add_legend(figure)
     caption = f"Saved iteration time by link rate, {setting} ({network}); bars: 95 % interval over blocks. Measured."
     return Drawing(f"saving_{network}_{setting}", caption, figure)
 
@@ -128,7 +140,7 @@ def draw_saving_by_rate(table: pd.DataFrame, network: str, setting: str) -> Draw
 def draw_iteration_bars(table: pd.DataFrame, network: str, setting: str) -> Drawing:
     """Iteration time of each arm, a panel per link, each with its own scale."""
     cells = list(dict.fromkeys(table.sort_values("rate_mbps", na_position="last")["cell"]))
-    figure, panels = _make_figure(len(cells), 0.9 + 0.24 * table["arm"].nunique())
+    figure, panels = make_figure(len(cells), 0.9 + 0.24 * table["arm"].nunique())
     arms = sort_arms(table["arm"])
     for axes, cell in zip(panels, cells, strict=True):
         rows = table[table["cell"] == cell].set_index("arm").reindex(arms)
@@ -151,7 +163,7 @@ def draw_gradient_bars(table: pd.DataFrame, network: str, setting: str) -> Drawi
     """Busy time of gradient communication, encode and decode beside the exchange, at the setting's slowest link."""
     counted = table[table["gradient_comm_ms"].notna() & table["rate_mbps"].notna()]
     slowest = counted[counted["rate_mbps"] == counted["rate_mbps"].min()].set_index("arm")
-    figure, (axes,) = _make_figure(height_in=0.9 + 0.26 * len(slowest))
+    figure, (axes,) = make_figure(height_in=0.9 + 0.26 * len(slowest))
     arms = sort_arms(slowest.index)
     codec = slowest["encode_ms"] + slowest["decode_ms"]
     for i, arm in enumerate(arms):
@@ -166,97 +178,22 @@ def draw_gradient_bars(table: pd.DataFrame, network: str, setting: str) -> Drawi
 
 
 @matplotlib.rc_context(SETTINGS)
-def draw_bytes(numbers: pd.DataFrame, setting: str, index: int) -> Drawing:
-    """Bytes per step by kind, stacked. numbers: of :func:`analysis.run_tables.make_bytes_sheet`, one setting."""
-    figure, (axes,) = _make_figure(height_in=0.9 + 0.26 * len(numbers))
-    kinds = {
-        "param": ("", "#cccccc"),
-        "value": ("//", "#0072b2"),
-        "index": ("xx", "#d55e00"),
-        "return": ("..", "#009e73"),
-    }
-    left = pd.Series(0.0, index=numbers.index)
-    for kind, (hatch, colour) in kinds.items():
-        width = numbers[f"{kind}_wire_bytes"].fillna(0) / 1e6
-        axes.barh(numbers["arm"], width, left=left, color="white", edgecolor=colour, hatch=hatch, label=kind)
-        left += width
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.03 * left.max())
-    axes.set_xlabel("sent by one rank per step (MB)")
-    _add_legend(figure, axes)
-    return Drawing(f"bytes_{index}", f"Bytes by kind, {setting}.", figure)
-
-
-@matplotlib.rc_context(SETTINGS)
-def draw_curves(frame: pd.DataFrame, setting: str, index: int) -> Drawing:
-    """Validation loss over steps and time, a line per arm, where all its seeds have one.
-
-    frame: arm, seed, step, time_s, val_loss.
-    """
-    figure, (by_step, by_time) = _make_figure(2)
-    groups = frame.dropna(subset="val_loss").groupby(["arm", "step"])
-    means = groups[["time_s", "val_loss"]].mean().assign(seeds=groups.size()).reset_index()
-    means = means[means["seeds"] == means["arm"].map(frame.groupby("arm")["seed"].nunique())]
-    for arm, variant in _number_variants(means["arm"]):
-        rows = means[means["arm"] == arm]
-        _draw_line(by_step, rows["step"], rows["val_loss"], arm, variant)
-        if rows["time_s"].notna().any():
-            _draw_line(by_time, rows["time_s"], rows["val_loss"], arm, variant)
-    by_step.set_xlabel("optimizer step")
-    by_time.set_xlabel("steps x median iteration time (s)")
-    by_step.set_ylabel("validation loss (nats per token)")
-    _add_legend(figure, by_step)
-    caption = f"Validation loss over steps and over time (over time dilation, if any), mean of seeds, {setting}."
-    return Drawing(f"loss_{index}", caption, figure)
-
-
-SHARES = {"achieved_sparsity": "sparsity", "union_density": "union density", "peeled_frac": "peeled"}
-
-
-@matplotlib.rc_context(SETTINGS)
-def draw_shares(frame: pd.DataFrame, setting: str, index: int) -> Drawing:
-    """Sparsity, union density and peeled share over training. frame: arm, step and the columns of ``SHARES``."""
-    figure, panels = _make_figure(len(SHARES), 2.8)
-    means = frame.groupby(["arm", "step"], as_index=False)[list(SHARES)].mean()
-    for axes, (column, label) in zip(panels, SHARES.items(), strict=True):
-        for arm, variant in _number_variants(means["arm"]):
-            rows = means[(means["arm"] == arm) & means[column].notna()]
-            if len(rows):
-                _draw_line(axes, rows["step"], 100 * rows[column], arm, variant, markers=5)
-        low, high = axes.get_ylim()
-        axes.set_ylim(max(0, low), min(101, high))  # a share that is always 100 % would get a scale beyond it
-        axes.set_xlabel("optimizer step")
-        axes.set_title(f"{label} (%)", fontsize=9)
-    _add_legend(figure, panels[0] if panels[0].lines else panels[-1])
-    return Drawing(f"shares_{index}", f"Sparsity, union density and peeled share over training, {setting}.", figure)
-
-
-@matplotlib.rc_context(SETTINGS)
 def draw_scaling(modelled: pd.DataFrame, workload: str, rate_gbps: float) -> Drawing:
     """Modelled share of ``fsdp``'s time that each arm saves, over ranks."""
     rows = modelled[(modelled["workload"] == workload) & (modelled["rate_gbps"] == rate_gbps)]
-    figure, panels = _make_figure(2)
+    figure, panels = make_figure(2)
     for axes, dtype in zip(panels, ("float32", "bfloat16"), strict=True):
         part = rows[rows["param_dtype"] == dtype].sort_values("ranks")
         axes.axhline(0, color="black", linewidth=0.8)
         for arm in sort_arms(column for column in part if column in MODELLED_ARMS):
-            _draw_line(axes, part["ranks"], 100 * (1 - part[arm] / part["fsdp"]), arm)
-        _set_log_ticks(axes, sorted(part["ranks"].unique()))
+            draw_line(axes, part["ranks"], 100 * (1 - part[arm] / part["fsdp"]), arm)
+        set_log_ticks(axes, sorted(part["ranks"].unique()))
         axes.set_xlabel("ranks (logarithmic)")
         axes.set_title(f"MODELLED, {dtype} parameters", fontsize=9)
     panels[0].set_ylabel("shorter iteration than fsdp (%)")
-    _add_legend(figure, panels[0])
+    add_legend(figure)
     caption = f"Modelled, not measured: saved time by ranks at {rate_gbps:g} Gbit/s, {workload.replace('_', ' ')}."
     return Drawing(f"scaling_{workload}", caption, figure)
 
 
 MODELLED_ARMS = ("noop", "bf16", "tagc", "tagc2", "packed", "int8")
-
-
-def _number_variants(arms: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Every arm with its number among those of its compressor, which decides its line."""
-    seen: dict[str, int] = {}
-    for arm in sort_arms(arms):
-        name = compressor_of(arm)
-        seen[name] = seen.get(name, -1) + 1
-        yield arm, seen[name]

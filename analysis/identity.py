@@ -76,7 +76,8 @@ def label_arm(run: Run) -> str:
         return name
     defaults = _default_compressor(name)
     values = {key.removeprefix("compressor."): v for key, v in run.config.items() if key.startswith("compressor.")}
-    changed = [f"{key}={value}" for key, value in values.items() if key not in defaults or defaults[key] != value]
+    differing = {key: value for key, value in values.items() if key not in defaults or defaults[key] != value}
+    changed = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in differing.items()]
     return " ".join([name, *changed])
 
 
@@ -95,15 +96,22 @@ def group_runs(runs: Iterable[Run], setting_of: Any) -> dict[str, list[Run]]:
 
 
 def label_settings(settings: Sequence[Setting]) -> list[str]:
-    """``nano, 2 ranks, pystdlib, 300 steps``, and the keys in which these settings differ besides."""
+    """``nano, 2 ranks, pystdlib, 300 steps``, and the keys in which settings of one such name differ besides."""
     shown = ("model.name", "cluster.ranks", "data.name", "trainer.max_steps")
-    keys = sorted(set().union(*settings) - set(shown)) if settings else []
-    differing = [key for key in keys if len({repr(setting.get(key)) for setting in settings}) > 1]
-    labels = []
-    for setting in settings:
-        base = "{}, {} ranks, {}, {} steps".format(*(setting.get(key) for key in shown))
-        labels.append(", ".join([base, *(f"{key}={_shorten(setting.get(key))}" for key in differing)]))
+    bases = ["{}, {} ranks, {}, {} steps".format(*(setting.get(key) for key in shown)) for setting in settings]
+    labels = list(bases)
+    for base in set(bases):
+        members = [i for i, other in enumerate(bases) if other == base]
+        for i, difference in zip(members, describe_differences([settings[i] for i in members]), strict=True):
+            labels[i] = ", ".join([base, *difference])
     return labels
+
+
+def describe_differences(settings: Sequence[Setting]) -> list[list[str]]:
+    """For each setting ``key=value`` of every key in which not all are equal."""
+    keys = sorted(set().union(*settings)) if settings else []
+    differing = [key for key in keys if len({repr(setting.get(key)) for setting in settings}) > 1]
+    return [[f"{key}={_shorten(setting.get(key))}" for key in differing] for setting in settings]
 
 
 def _shorten(value: Any) -> str:

@@ -53,6 +53,8 @@ MEDIANS = (
     "decode_ms",
 )
 LASTS = ("step", "val_loss", "time_dilation")
+#: of a configuration, without which a run cannot be compared
+NEEDED_KEYS = ("compressor.name", "seed", "cluster.ranks", "model.name", "data.name", "trainer.max_steps")
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,9 @@ def load_recorded(paths: Iterable[Path | str]) -> Recorded:
         for folder, files in _walk(path):
             if {"config.yaml", "metrics.jsonl"} <= files:
                 _add_run(found, load_folder(folder, folder.relative_to(path)))
+                continue
+            if {"config.yaml", "manifest.json"} <= files:
+                found.left_out.append((_name_run(folder, folder.relative_to(path)), "it ended before its first step"))
                 continue
             for name in sorted(files):
                 file = folder / name
@@ -211,12 +216,34 @@ def load_folder(folder: Path, name: Path | str | None = None) -> Run:
         ) from error
     rows = load_rows(path)
     _check_steps(path, rows)
-    manifest = _load_json(folder / "manifest.json")
+    manifest = _drop_nulls(_load_json(folder / "manifest.json"))
     has_summary = (folder / "summary.json").exists()
     summary = _load_json(folder / "summary.json") if has_summary else {"status": "unfinished"}
     problems = ("a torn last row was left out",) if is_torn and rows else ()
-    name = folder.name if name in (None, Path(".")) else str(name)
-    return Run(str(name), config, manifest, summary, thin_rows(rows, config["trainer.max_steps"]), problems)
+    _check_config(folder / "config.yaml", config)
+    try:
+        thin = thin_rows(rows, config["trainer.max_steps"])
+    except ValueError as error:
+        raise UserError(f"{path}: text in place of a number ({error}); repair the file") from error
+    return Run(_name_run(folder, name), config, manifest, summary, thin, problems)
+
+
+def _name_run(folder: Path, name: Path | str | None) -> str:
+    return folder.name if name in (None, Path(".")) else str(name)
+
+
+def _drop_nulls(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What is unknown is absent."""
+    return {key: value for key, value in manifest.items() if value is not None}
+
+
+def _check_config(path: Path, config: dict[str, Any]) -> None:
+    missing = [key for key in NEEDED_KEYS if config.get(key) is None]
+    if missing:
+        raise UserError(f"{path}: lacks {', '.join(missing)}; restore it or take the run away")
+    for key in ("seed", "cluster.ranks", "trainer.max_steps"):
+        if not isinstance(config[key], int):
+            raise UserError(f"{path}: {key}={config[key]!r} is no whole number; restore it or take the run away")
 
 
 def _check_steps(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -244,7 +271,8 @@ def load_kept(path: Path, shared: dict[str, Any] | None = None) -> Run:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path.with_suffix('.csv')} cannot be read ({error}); keep the run again") from error
-    return Run(path.stem, shared["config"], shared["manifest"], shared["summary"], rows)
+    _check_config(path, shared["config"])
+    return Run(path.stem, shared["config"], _drop_nulls(shared["manifest"]), shared["summary"], rows)
 
 
 def thin_rows(rows: Sequence[dict[str, Any]], max_steps: int) -> pd.DataFrame:

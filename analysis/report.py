@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,14 +22,15 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from analysis import figures, overview, run_tables
+from analysis import figures, loss_tables, overview, run_figures, run_tables
 from analysis.cell_tables import make_agreement_sheet, make_crossover_sheet, make_memory_sheet, make_transport_sheet
-from analysis.cells import find_crossovers, summarise_cell
+from analysis.cells import Cell, find_crossovers, summarise_cell
 from analysis.claims import make_claims_sheet
 from analysis.figures import Drawing
 from analysis.identity import find_notices, group_runs, loss_setting, select_newest
 from analysis.load import Recorded, Run, load_recorded
-from analysis.losses import compare_losses, own_step_ms
+from analysis.losses import compare_losses
+from analysis.run_times import SERIES, StepTimes, compare_at_equal_time, list_step_times, own_step_ms
 from analysis.sheet import Sheet
 from tagc.errors import UserError
 from tagc.record.files import write_text_atomic
@@ -94,29 +96,48 @@ def _build_time_section(recorded: Recorded, table: pd.DataFrame) -> Section:
 
 
 def _build_run_sections(recorded: Recorded) -> list[Section]:
-    runs = recorded.runs
-    loss = Section("Loss", [run_tables.make_loss_sheet(runs), run_tables.make_equal_time_sheet(recorded)])
+    runs, losses = recorded.runs, compare_losses(recorded.runs)
+    timed = compare_at_equal_time(runs, recorded.cells)
+    sheets = [
+        loss_tables.make_loss_sheet(losses),
+        loss_tables.make_equal_time_sheet(timed),
+        loss_tables.make_equal_loss_sheet(timed),
+    ]
+    loss = Section("Loss", sheets)
     traffic = Section("Traffic", [run_tables.make_bytes_sheet(runs), run_tables.make_shares_sheet(runs)])
     numbers = traffic.sheets[0].numbers
     assert numbers is not None
     groups = group_runs([run for run in runs if run.is_done], loss_setting)
     for index, (setting, members) in enumerate(groups.items(), start=1):
-        frame = _make_curves(members)
-        loss.drawings.append(figures.draw_curves(frame, setting, index))
-        traffic.drawings.append(figures.draw_bytes(numbers[numbers["setting"] == setting], setting, index))
-        if frame[list(figures.SHARES)].notna().any(axis=None):
-            traffic.drawings.append(figures.draw_shares(frame, setting, index))
-    return [loss, traffic, Section("Runs", [run_tables.make_run_sheet(runs), run_tables.make_run_time_sheet(runs)])]
+        frame, times = _make_curves(members, recorded.cells)
+        mine = losses[losses["setting"] == setting]
+        if mine["degradation_frac"].where(mine["arm"] != "fsdp").notna().any():
+            loss.drawings.append(run_figures.draw_degradation(mine, index))
+        loss.drawings.append(run_figures.draw_curves(frame, setting, times, index))
+        traffic.drawings.append(run_figures.draw_bytes(numbers[numbers["setting"] == setting], setting, index))
+        if frame[list(run_figures.SHARES)].notna().any(axis=None):
+            traffic.drawings.append(run_figures.draw_shares(frame, setting, index))
+    series = [rows for _, rows in timed.groupby(SERIES, sort=False) if rows["rate_mbps"].nunique() > 1]
+    loss.drawings += [run_figures.draw_equal_loss(rows, index) for index, rows in enumerate(series, start=1)]
+    sheets = [run_tables.make_setting_sheet(runs), run_tables.make_run_sheet(runs)]
+    return [loss, traffic, Section("Runs", [*sheets, run_tables.make_run_time_sheet(runs)])]
 
 
-def _make_curves(runs: Sequence[Run]) -> pd.DataFrame:
-    """arm, seed, step, time_s, val_loss and shares of the newest run of every arm and seed."""
-    columns = ["step", "val_loss", *figures.SHARES]
+def _make_curves(runs: Sequence[Run], cells: Sequence[Cell]) -> tuple[pd.DataFrame, str]:
+    """arm, seed, step, time_s, val_loss and shares of the newest run of every arm and seed; where the times come from.
+
+    Times are those of the slowest link at which most arms were timed, else the runs' own.
+    """
+    newest = select_newest(runs)
+    own = StepTimes("their own", "", "", math.nan, newest, {key: own_step_ms(run) for key, run in newest.items()})
+    timed = max(list_step_times(runs, cells), key=lambda each: (len(each.runs), -each.rate_mbps), default=own)
     frames = []
-    for (arm, seed), run in select_newest(runs).items():
-        frame = run.rows.reindex(columns=columns).astype(float)
-        frames.append(frame.assign(arm=arm, seed=seed, time_s=frame["step"] * own_step_ms(run) / 1e3))
-    return pd.concat(frames, ignore_index=True)
+    for (arm, seed), run in newest.items():
+        frame = run.rows.reindex(columns=["step", "val_loss", *run_figures.SHARES]).astype(float)
+        time_s = frame["step"] * timed.step_ms.get((arm, seed), math.nan) / 1e3
+        frames.append(frame.assign(arm=arm, seed=seed, time_s=time_s))
+    place = "" if timed is own else f" at {timed.rate_mbps:.4g} Mbit/s ({timed.network})"
+    return pd.concat(frames, ignore_index=True), f"{timed.times}{place}"
 
 
 def _build_modelled_section(recorded: Recorded) -> Section:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.arms import sort_arms
+from analysis.arms import compressor_of, sort_arms
 from analysis.cells import BASELINES, find_crossovers, read_estimate, summarise_cell
 from analysis.claims import make_claims_sheet
-from analysis.identity import label_arm
 from analysis.load import Recorded, load_recorded
+from analysis.loss_tables import format_degradation, make_equal_loss_sheet
 from analysis.losses import compare_losses
-from analysis.run_tables import make_loss_sheet
+from analysis.run_times import SERIES, compare_at_equal_time
 from analysis.sheet import MISSING, Sheet, format_number, format_range
 from tagc.errors import UserError
 from tagc.record.files import write_text_atomic
@@ -29,7 +29,7 @@ README, ROWS = ROOT / "README.md", ROOT / "experiments"
 BEGIN = "<!-- results: made by `make results` from experiments/, do not edit -->"
 END = "<!-- /results -->"
 WIDTH = 120
-BOUNDS = {"interpolated": "", "above": "over ", "below": "under "}
+BOUNDS = {"interpolated": "", "above": "over ", "below": "under "}  # a wrapped line must not begin with ">"
 
 
 def pick_setting(table: pd.DataFrame) -> pd.DataFrame:
@@ -77,6 +77,66 @@ def describe_crossovers(table: pd.DataFrame) -> str:
     return " ".join(sentences)
 
 
+def is_own_setting(arms: pd.Series) -> pd.Series:
+    """Which arms are compressors as their options in conf/ set them."""
+    return arms.map(compressor_of) == arms
+
+
+def make_degradation_sheet(losses: pd.DataFrame) -> Sheet:
+    """The compressors' own settings by setting of model and training. losses: of ``compare_losses``."""
+    headline = losses[is_own_setting(losses["arm"])]
+    settings = list(dict.fromkeys(headline["setting"]))
+    lines = []
+    for arm in sort_arms(headline["arm"]):
+        mine = headline[headline["arm"] == arm].set_index("setting")
+        shown = (_format_loss(mine.loc[setting]) if setting in mine.index else MISSING for setting in settings)
+        lines.append((f"`{arm}`", *shown))
+    note = (
+        "Validation loss above that of `fsdp` with the same seed after the same steps: mean and 95 % interval over n "
+        "seeds; for `fsdp` its loss, and how far its seeds lie apart (standard deviation)."
+    )
+    return Sheet("results_loss", "Loss", note, ("compressor", *settings), lines)
+
+
+def _format_loss(line: pd.Series) -> str:
+    if line["arm"] == "fsdp":
+        noise = line["val_loss_sd"] / line["val_loss"]
+        return f"{line['val_loss']:.3f} ({'' if pd.isna(noise) else f'sd {noise:.2%}, '}n = {line['seeds']})"
+    return format_degradation(line, show_n=True)
+
+
+def describe_variants(losses: pd.DataFrame) -> str:
+    """The other settings of the compressors in the setting that has most of them, in one sentence."""
+    is_variant = ~is_own_setting(losses["arm"]) & losses["degradation_frac"].notna()
+    if not is_variant.any():
+        return ""
+    setting = losses[is_variant]["setting"].mode()[0]
+    rows = losses[is_variant & (losses["setting"] == setting)]
+    shown = [f"`{row.arm}` {row.degradation_frac:+.2%}" for row in rows.itertuples()]
+    return f"Other settings ({setting}; n = {format_range(rows['pairs'])}): {', '.join(shown)}."
+
+
+def make_sooner_sheet(timed: pd.DataFrame) -> Sheet:
+    """The series with most links: time saved to the loss of ``fsdp``, and up to which rate against both baselines.
+
+    timed: of ``compare_at_equal_time``, not empty.
+    """
+    links = timed.groupby(SERIES, sort=False)["rate_mbps"].nunique()
+    series = dict(zip(SERIES, links.idxmax(), strict=True))
+    sheet = make_equal_loss_sheet(timed[(timed[SERIES] == pd.Series(series)).all(axis=1)])
+    arm, against, first = (sheet.headers.index(name) for name in ("arm", "against", "seeds"))
+    ends = {(line[arm], line[against]): line[-1] for line in sheet.lines}
+    saved = {line[arm]: line[first + 1 : -1] for line in sheet.lines if line[against] == "fsdp"}
+    lines = [(f"`{name}`", *saved[name], *(ends.get((name, base), MISSING) for base in BASELINES)) for name in saved]
+    note = (
+        "Time saved until a run and that of `fsdp` have reached the worse of their two final losses "
+        f"({series['setting']}; step times of {series['times']}, {series['network']}), and the Mbit/s up to which any "
+        "is saved against each baseline."
+    )
+    headers = ("compressor", *sheet.headers[first + 1 : -1], "than `fsdp` up to", "than `bf16` up to")
+    return Sheet("results_sooner", "Time to equal loss", note, headers, lines)
+
+
 def make_results(recorded: Recorded) -> str:
     """The section's text, markers excluded."""
     parts = []
@@ -86,12 +146,15 @@ def make_results(recorded: Recorded) -> str:
         setting = pick_setting(table)
         sheet = make_time_sheet(setting)
         parts += [sheet.note, sheet.to_markdown(level=0), describe_crossovers(setting)]
-    headline = [run for run in recorded.runs if label_arm(run) == run.config["compressor.name"]]
-    if headline:
-        sheet = make_loss_sheet(headline)
+    losses, timed = compare_losses(recorded.runs), compare_at_equal_time(recorded.runs, recorded.cells)
+    if len(losses):
+        sheet = make_degradation_sheet(losses)
+        parts += [sheet.note, sheet.to_markdown(level=0), describe_variants(losses)]
+    timed = timed[is_own_setting(timed["arm"])]
+    if len(timed):
+        sheet = make_sooner_sheet(timed)
         parts += [sheet.note, sheet.to_markdown(level=0)]
-    claims = make_claims_sheet(table, compare_losses(recorded.runs))
-    parts += [claims.note, claims.to_markdown(level=0)]
+    parts.append(make_claims_sheet(table, losses, show_places=False).to_markdown(level=0))
     return "\n\n".join(_wrap(part.strip()) for part in parts if part)
 
 

@@ -1,4 +1,4 @@
-"""Tables of run folders and kept runs: what was run, bytes by kind, shares, times, losses."""
+"""Tables of run folders and kept runs: what was run, bytes by kind, shares, times."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import pandas as pd
 
 from analysis.arms import sort_arms
 from analysis.cell_tables import describe_commit
-from analysis.cells import describe_machine
-from analysis.identity import Notice, group_runs, label_arm, loss_setting, select_newest
+from analysis.cells import describe_machine, read_estimate
+from analysis.identity import Notice, describe_differences, group_runs, label_arm, loss_setting, select_newest
 from analysis.load import Recorded, Run
-from analysis.losses import compare_at_equal_time, compare_losses, compare_run_times, seed_noise
+from analysis.run_times import compare_run_times
 from analysis.sheet import MISSING, Sheet, format_estimate, format_number
-from analysis.stats import Estimate
 
 
 def make_notice_sheet(notices: Sequence[Notice]) -> Sheet:
@@ -53,6 +52,18 @@ def _describe_source(kind: str, source: dict) -> tuple[str, ...]:
     machine = describe_machine(source.get("hardware", {})) + (f", {memory / 1e9:.0f} GB" if memory else "")
     commit = describe_commit(source.get("git_commit"), source.get("git_dirty"))
     return kind, commit, machine, shown, f"{source.get('kernels')}, {source.get('device')}"
+
+
+def make_setting_sheet(runs: Sequence[Run]) -> Sheet:
+    """What the names of settings in the tables of losses stand for."""
+    groups = group_runs([run for run in runs if run.is_done], loss_setting)
+    differing = describe_differences([loss_setting(members[0]) for members in groups.values()])
+    lines = [
+        (label, str(len(groups[label])), ", ".join(keys) or MISSING)
+        for label, keys in zip(groups, differing, strict=True)
+    ]
+    note = "All keys on which losses depend and in which these settings differ; only runs of one setting are compared."
+    return Sheet("settings", "Settings", note, ("setting", "runs", "differs in"), lines)
 
 
 def make_run_sheet(runs: Sequence[Run]) -> Sheet:
@@ -143,57 +154,6 @@ def make_shares_sheet(runs: Sequence[Run]) -> Sheet:
     return make_mean_sheet(runs, "shares", "Sparsity, union and peeling", note, columns)
 
 
-def _read(line: pd.Series, name: str, n: int) -> Estimate:
-    return Estimate(int(n), line[name], line[f"{name}_low"], line[f"{name}_high"])
-
-
-def make_loss_sheet(runs: Sequence[Run]) -> Sheet:
-    """Final validation loss and degradation at equal steps."""
-    table = compare_losses(runs)
-    lines = [
-        (
-            line["setting"],
-            line["arm"],
-            f"{line['sparsity']:g}",
-            format_number(line["val_loss"], ".4f"),
-            format_number(line["val_loss_sd"], ".4f"),
-            str(line["seeds"]),
-            MISSING
-            if line["arm"] == "fsdp"
-            else format_estimate(_read(line, "degradation_frac", line["pairs"]), "+.2%"),
-        )
-        for _, line in table.iterrows()
-    ]
-    noise = seed_noise(table)
-    told = f" Dense seeds lie {noise.middle:.2%} apart (standard deviation, n = {noise.n})." if noise.n else ""
-    note = (
-        "Validation loss after the last step, mean over seeds. Degradation: against `fsdp` of the same seed, mean and "
-        "95 % interval (Student) over seeds." + told
-    )
-    headers = ("setting", "arm", "sparsity", "val loss", "sd", "seeds", "against fsdp (95 %)")
-    return Sheet("loss", "Loss at equal steps", note, headers, lines, table)
-
-
-def make_equal_time_sheet(recorded: Recorded) -> Sheet:
-    """Degradation at equal time and time saved to the same loss."""
-    table = compare_at_equal_time(recorded.runs, recorded.cells)
-    lines = [
-        (
-            *line[["setting", "times", "arm", "baseline"]],
-            str(line["pairs"]),
-            format_estimate(_read(line, "degradation_frac", line["pairs"]), "+.2%"),
-            format_estimate(_read(line, "saved_time_frac", line["pairs"])),
-        )
-        for _, line in table.iterrows()
-    ]
-    note = (
-        "Losses of the runs against time: steps times the arm's median iteration time, which comes from where `times` "
-        "says. Loss difference when the sooner of the two ends; time saved until both reach the worse final loss."
-    )
-    headers = ("setting", "times", "arm", "against", "seeds", "loss at equal time", "less time to equal loss")
-    return Sheet("equal_time", "Loss at equal time", note, headers, lines, table)
-
-
 def make_run_time_sheet(runs: Sequence[Run]) -> Sheet:
     """Iteration times of runs, which did not take turns."""
     table = compare_run_times(runs)
@@ -207,10 +167,10 @@ def make_run_time_sheet(runs: Sequence[Run]) -> Sheet:
             format_number(line["time_dilation"], ".4g"),
             MISSING
             if line["arm"] == "fsdp"
-            else format_estimate(_read(line, "saved_vs_fsdp_frac", line["pairs_fsdp"])),
+            else format_estimate(read_estimate(line, "saved_vs_fsdp_frac", line["pairs_fsdp"])),
             MISSING
             if line["arm"] == "bf16"
-            else format_estimate(_read(line, "saved_vs_bf16_frac", line["pairs_bf16"])),
+            else format_estimate(read_estimate(line, "saved_vs_bf16_frac", line["pairs_bf16"])),
         )
         for _, line in table.iterrows()
     ]

@@ -7,19 +7,16 @@ import math
 import shutil
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.claims import Evidence, judge, load_targets
 from analysis.identity import find_notices, label_arm, loss_setting
 from analysis.load import load_folder, load_recorded
-from analysis.losses import (
-    compare_at_equal_time,
-    compare_losses,
-    compare_pair,
-    compare_run_times,
-    fits_cell,
-    time_to_loss,
-)
+from analysis.loss_tables import make_equal_loss_sheet
+from analysis.losses import compare_losses
+from analysis.run_tables import make_setting_sheet
+from analysis.run_times import SERIES, compare_at_equal_time, compare_pair, compare_run_times, fits_cell, time_to_loss
 from analysis.stats import Estimate
 from tests.analysis.conftest import loss_at
 
@@ -60,6 +57,8 @@ def test_a_seed_that_diverged_is_not_averaged_away(study, tmp_path):
     table = compare_losses(load_recorded([tmp_path]).runs).set_index("arm")
     assert math.isnan(table["degradation_frac"]["tagc2"]) and math.isnan(table["val_loss"]["tagc2"])
     assert table["degradation_frac"]["bf16"] == 0
+    timed = compare_at_equal_time(load_recorded([tmp_path]).runs, []).set_index(["arm", "baseline"])["saved_time_frac"]
+    assert math.isnan(timed["tagc2", "fsdp"]) and timed["bf16", "fsdp"] > 0
     assert "last loss is no number: it diverged or was never validated: tagc2" in notice_texts(tmp_path)
 
 
@@ -79,6 +78,7 @@ def test_other_data_model_training_or_ranks_are_never_averaged(write_run, tmp_pa
     table = compare_losses(load_recorded([tmp_path]).runs)
     assert table["seeds"].tolist() == [1, 1, 1] and table["setting"].nunique() == 2
     assert table[table["arm"] == "tagc2"]["pairs"].tolist() == [0]  # its seed's baseline is of the other setting
+    assert all("=" in line[-1] for line in make_setting_sheet(load_recorded([tmp_path]).runs).lines)
     told = notice_texts(tmp_path)
     assert "2 settings of model, data or training" in told and "no seed in common with fsdp: tagc2" in told
 
@@ -142,7 +142,7 @@ def test_a_cell_gives_its_times_to_runs_of_its_own_step_only(write_run, tmp_path
         if r.config["trainer.global_batch"] == run.config["trainer.global_batch"]
     ]
     table = compare_at_equal_time(runs, [cell])
-    assert table["times"].str.startswith("cell nano").all() and table["arm"].tolist() == ["tagc2"]
+    assert table["times"].str.startswith("cells nano").all() and table["arm"].tolist() == ["tagc2"]
 
 
 TARGET = {"kind": "at_least", "target_frac": 0.1, "link": "10gbps", "if_not_measured": None}
@@ -168,6 +168,35 @@ def test_verdicts_follow_the_rule(values, verdict):
     opposite = TARGET | {"kind": "at_most", "link": None}
     assert judge(opposite, [Evidence("runs", Estimate(3, 0.2, 0.15, 0.25), True)])[0] == "not"
     assert judge(opposite, [Evidence("runs", Estimate(3, 0.05, 0.02, 0.08), True)])[0] == "reproduced"
+
+
+def test_a_loss_must_stay_below_in_every_setting_of_enough_seeds():
+    target = TARGET | {"kind": "at_most", "link": None}
+    low, high, single = (
+        Estimate(3, 0.05, 0.02, 0.08),
+        Estimate(3, 0.15, 0.12, 0.2),
+        Estimate(1, 0.5, math.nan, math.nan),
+    )
+    for estimates, verdict in (([low, single], "reproduced"), ([low, high], "partly"), ([high, high], "not")):
+        found = judge(target, [Evidence("runs", estimate, True) for estimate in estimates])
+        assert found[0] == verdict
+    assert "+15.0%" in judge(target, [Evidence("a", low, True), Evidence("b", high, True)])[1]
+
+
+def test_the_link_below_which_equal_loss_comes_sooner():
+    place = dict.fromkeys(SERIES, "same") | {"arm": "tagc2", "baseline": "fsdp", "pairs": 3}
+    shares = ((10, 0.1), (1000, -0.1), (100, 0.05))
+    lines = [
+        place | {"rate_mbps": rate} | {f"saved_time_frac{end}": saved for end in ("", "_low", "_high")}
+        for rate, saved in shares
+    ]
+    sheet = make_equal_loss_sheet(pd.DataFrame(lines))
+    assert [[cell.split(" ")[0] for cell in line[-4:]] for line in sheet.lines] == [
+        ["+10.0%", "+5.0%", "-10.0%", "215"]
+    ]
+    assert sheet.numbers["crossover_mbps"].tolist() == pytest.approx([100 * 10 ** (1 / 3)] * 3)
+    one = make_equal_loss_sheet(pd.DataFrame(lines[:1]))
+    assert one.lines[0][-1] == "-"  # no crossover of one link
 
 
 def test_every_claim_is_whole():

@@ -53,6 +53,31 @@ def test_a_run_without_an_end_is_unfinished_and_one_without_a_manifest_refused(f
         load_folder(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("config.yaml", "max_steps: 20", "max_steps: many", "trainer.max_steps='many' is no whole number"),
+        ("metrics.jsonl", '"train_loss": ', '"train_loss": "x", "was": ', "text in place of a number"),
+    ],
+)
+def test_text_where_a_number_belongs_is_refused(folder, name, old, new, message):
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new))
+    with pytest.raises(UserError, match=message):
+        load_folder(folder)
+
+
+def test_a_run_that_never_stepped_is_named_and_a_configuration_without_its_keys_refused(folder):
+    rows = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").unlink()
+    assert load_recorded([folder.parent]).left_out == [("run", "it ended before its first step")]
+    (folder / "metrics.jsonl").write_text(rows)
+    (folder / "config.yaml").write_text("seed: 0\n")
+    with pytest.raises(UserError, match=r"config\.yaml: lacks compressor\.name, cluster\.ranks"):
+        load_folder(folder)
+
+
 def test_an_unknown_layout_is_left_out_by_name(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["schema_version"] == 1

@@ -120,9 +120,17 @@ def test_runs_that_hold_little_still_make_a_page(tmp_path):
     assert "no number: it diverged or was never validated: tagc2" in page
 
 
-def test_the_results_show_the_losses_of_a_study(study):
-    text = results.make_results(load_recorded([study]))
-    assert re.search(r"\| tagc2 \| 0.8 \| 4.231\d \| 0.010\d \| 3 \| \+0.50% \(\+0.50% to \+0.50%\) \|", text)
+def test_the_results_show_the_losses_of_a_study(study, write_run, tmp_path):
+    for seed in range(2):
+        write_run(tmp_path / str(seed), "tagc2", seed, compressor__sparsity=0.9)
+    for seed in range(3):
+        for arm in ("fsdp", "tagc2"):
+            write_run(tmp_path / f"slow-{arm}-{seed}", arm, seed, bandwidth__rate_mbps=10.0)
+    text = results.make_results(load_recorded([study, tmp_path]))
+    assert "| `fsdp` | 4.210 (sd 0.24%, n = 3) |" in text
+    assert "| `tagc2` | +0.50% (+0.50% to +0.50%, n = 3) |" in text
+    assert re.search(r"20 steps; n = 2\): `tagc2\s+sparsity=0.9` \+0.50%", text)
+    assert re.search(r"\| `tagc2` \| \+\d.*% .*\| > 100 \|", text)  # sooner than fsdp at both links
     (verdict,) = re.findall(r"at most 1 % more loss at equal steps \| tagc2 \| (\w+) \|", text)
     assert verdict == "reproduced"
 
