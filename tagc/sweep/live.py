@@ -133,7 +133,7 @@ class StateTable:
         ended = states.count(State.DONE) - self._done_before
         left = len(states) - states.count(State.DONE) - states.count(State.FAILED)
         guess = f", about {_minutes(spent_s / ended * left)} left" if ended and left else ""
-        return f"{self._sweep_dir}: {told}; {_minutes(spent_s)}{guess}"
+        return f"{told}; {_minutes(spent_s)}{guess}; {self._sweep_dir}"
 
     def _show_numbers(self, point: Point, state: State) -> list[str]:
         """Steps, losses and the time of a step, as far as they are known."""

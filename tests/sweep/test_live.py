@@ -55,7 +55,7 @@ def test_every_state_and_how_far_a_point_is(tmp_path: Path) -> None:
     with record_job(points[3].run_dir, {}):
         write_row(points[3].run_dir, step=12, train_loss=5.75, iteration_ms=410.2)
         lines = render(table)
-    assert "1 pending, 1 running, 1 done, 1 failed, 1 interrupted" in "".join(lines[:2])
+    assert "1 pending, 1 running, 1 done, 1 failed, 1 interrupted" in lines[0]
     told = {line.split()[0]: line.split()[1:] for line in lines if line and line.split()[0].isdigit()}
     assert told == {
         "0": ["done", "60/60", "4.250", "4.500", "87", "seed=0"],
