@@ -110,7 +110,8 @@ class StateTable:
         from rich.text import Text
 
         states = self._read_states()
-        table = Table(box=box.SIMPLE, pad_edge=False, title=self._describe(states), title_justify="left")
+        title = Text(self._describe(states), no_wrap=True, overflow="ellipsis")
+        table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left")
         for header in ("#", "state", "step", "loss", "val loss", "ms/step"):
             table.add_column(header, justify="left" if header == "state" else "right", no_wrap=True)
         table.add_column("point")
