@@ -9,6 +9,11 @@ sweep                                                                       # he
 sweep compressor=lhc,noop seed=0                                            # the two ends
 small="model=small trainer.global_batch=8 trainer.learning_rate=1e-3"
 sweep $small compressor=fsdp,tagc,tagc2,packed                              # headline arms, the larger model
+sweep compressor=tagc compressor.sparsity=0.95                              # the strongest setting
+# As much time as 200 steps of fsdp take at 85.4 Mbit/s (experiments/iteration_time, cell nano-r2-fp32-reshard-5x)
+sweep compressor=bf16 trainer.max_steps=233
+sweep compressor=tagc2 trainer.max_steps=243
+sweep compressor=packed trainer.max_steps=249
 for seeds in 0 1,2; do
     ablate() { sweep compressor=tagc2 seed=$seeds "$@"; }
     ablate compressor.sparsity=0.6,0.9,0.95                                 # 0.8 is the default
