@@ -9,6 +9,9 @@ from analysis.cells import read_estimate
 from analysis.run_times import SERIES, find_equal_loss_crossovers
 from analysis.sheet import MISSING, Sheet, format_estimate, format_number
 
+RATE_NOTE = (
+    "Sooner up to: rate above which nothing is saved, interpolated over its logarithm; `>`, `<`: beyond all rates."
+)
 SERIES_HEADERS = ("setting", "step times from", "network")
 
 
@@ -53,9 +56,23 @@ def make_equal_time_sheet(table: pd.DataFrame) -> Sheet:
 def make_equal_loss_sheet(table: pd.DataFrame) -> Sheet:
     """Time saved to equal loss by link, and the rate up to which there is any; same table."""
     note = (
-        "Less time than the baseline until both reach the worse of their two final losses, by link rate. Sooner up to: "
-        "rate above which nothing is saved, interpolated over its logarithm; `>` and `<`: beyond all measured."
+        "Less time than the baseline until both reach the worse of their two final losses, by link rate. The better of "
+        "the two is then still before the end of its learning-rate schedule, and would have ended a shorter run at a "
+        "lower loss: Time to equal loss, whole schedules, leaves that out. " + RATE_NOTE
     )
+    return _make_saved_sheet("equal_loss", "Time to equal loss", note, table)
+
+
+def make_schedule_sheet(table: pd.DataFrame) -> Sheet:
+    """The same between runs at the end of their schedules. table: of ``schedules.compare_whole_schedules``."""
+    note = (
+        "Less time than the baseline until an arm's whole run ends at the final loss of the baseline's, by link rate. "
+        "Its length follows from runs of several lengths, on a line through loss and logarithm of steps. " + RATE_NOTE
+    )
+    return _make_saved_sheet("equal_loss_whole", "Time to equal loss, whole schedules", note, table)
+
+
+def _make_saved_sheet(name: str, title: str, note: str, table: pd.DataFrame) -> Sheet:
     headers, lines = _make_link_sheet(table, "saved_time_frac", "+.1%")
     series = [*SERIES, "arm", "baseline"]
     found = find_equal_loss_crossovers(table).set_index(series)
@@ -66,7 +83,7 @@ def make_equal_loss_sheet(table: pd.DataFrame) -> Sheet:
     ]
     lines = [(*line, rate) for line, rate in zip(lines, rates, strict=True)]
     numbers = table.merge(found.reset_index(), how="left", on=series)
-    return Sheet("equal_loss", "Time to equal loss", note, (*headers, "sooner up to, Mbit/s"), lines, numbers)
+    return Sheet(name, title, note, (*headers, "sooner up to, Mbit/s"), lines, numbers)
 
 
 def _make_link_sheet(table: pd.DataFrame, column: str, form: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

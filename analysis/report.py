@@ -31,6 +31,7 @@ from analysis.identity import find_notices, group_runs, loss_setting, select_new
 from analysis.load import Recorded, Run, load_recorded
 from analysis.losses import compare_losses
 from analysis.run_times import SERIES, StepTimes, compare_at_equal_time, list_step_times, own_step_ms
+from analysis.schedules import compare_whole_schedules
 from analysis.sheet import Sheet
 from tagc.errors import UserError
 from tagc.record.files import write_text_atomic
@@ -97,11 +98,12 @@ def _build_time_section(recorded: Recorded, table: pd.DataFrame) -> Section:
 
 def _build_run_sections(recorded: Recorded) -> list[Section]:
     runs, losses = recorded.runs, compare_losses(recorded.runs)
-    timed = compare_at_equal_time(runs, recorded.cells)
+    timed, whole = compare_at_equal_time(runs, recorded.cells), compare_whole_schedules(runs, recorded.cells)
     sheets = [
         loss_tables.make_loss_sheet(losses),
         loss_tables.make_equal_time_sheet(timed),
         loss_tables.make_equal_loss_sheet(timed),
+        loss_tables.make_schedule_sheet(whole),
     ]
     loss = Section("Loss", sheets)
     traffic = Section("Traffic", [run_tables.make_bytes_sheet(runs), run_tables.make_shares_sheet(runs)])
@@ -117,8 +119,9 @@ def _build_run_sections(recorded: Recorded) -> list[Section]:
         traffic.drawings.append(run_figures.draw_bytes(numbers[numbers["setting"] == setting], setting, index))
         if frame[list(run_figures.SHARES)].notna().any(axis=None):
             traffic.drawings.append(run_figures.draw_shares(frame, setting, index))
-    series = [rows for _, rows in timed.groupby(SERIES, sort=False) if rows["rate_mbps"].nunique() > 1]
-    loss.drawings += [run_figures.draw_equal_loss(rows, index) for index, rows in enumerate(series, start=1)]
+    for table, kind in ((timed, "equal_loss"), (whole, "equal_loss_whole")):
+        series = [rows for _, rows in table.groupby(SERIES, sort=False) if rows["rate_mbps"].nunique() > 1]
+        loss.drawings += [run_figures.draw_equal_loss(rows, kind, index) for index, rows in enumerate(series, start=1)]
     sheets = [run_tables.make_setting_sheet(runs), run_tables.make_run_sheet(runs)]
     return [loss, traffic, Section("Runs", [*sheets, run_tables.make_run_time_sheet(runs)])]
 

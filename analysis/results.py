@@ -17,9 +17,10 @@ from analysis.arms import compressor_of, sort_arms
 from analysis.cells import BASELINES, find_crossovers, read_estimate, summarise_cell
 from analysis.claims import make_claims_sheet
 from analysis.load import Recorded, load_recorded
-from analysis.loss_tables import format_degradation, make_equal_loss_sheet
+from analysis.loss_tables import format_degradation, make_schedule_sheet
 from analysis.losses import compare_losses
-from analysis.run_times import SERIES, compare_at_equal_time
+from analysis.run_times import SERIES
+from analysis.schedules import compare_whole_schedules
 from analysis.sheet import MISSING, Sheet, format_number, format_range
 from tagc.errors import UserError
 from tagc.record.files import write_text_atomic
@@ -85,6 +86,7 @@ def is_own_setting(arms: pd.Series) -> pd.Series:
 def make_degradation_sheet(losses: pd.DataFrame) -> Sheet:
     """The compressors' own settings by setting of model and training. losses: of ``compare_losses``."""
     headline = losses[is_own_setting(losses["arm"])]
+    headline = headline[headline["setting"].isin(headline["setting"][headline["arm"] == "fsdp"])]
     settings = list(dict.fromkeys(headline["setting"]))
     lines = []
     for arm in sort_arms(headline["arm"]):
@@ -116,24 +118,24 @@ def describe_variants(losses: pd.DataFrame) -> str:
     return f"Other settings ({setting}; n = {format_range(rows['pairs'])}): {', '.join(shown)}."
 
 
-def make_sooner_sheet(timed: pd.DataFrame) -> Sheet:
+def make_sooner_sheet(whole: pd.DataFrame) -> Sheet:
     """The series with most links: time saved to the loss of ``fsdp``, and up to which rate against both baselines.
 
-    timed: of ``compare_at_equal_time``, not empty.
+    whole: of ``compare_whole_schedules``, not empty.
     """
-    links = timed.groupby(SERIES, sort=False)["rate_mbps"].nunique()
+    links = whole.groupby(SERIES, sort=False)["rate_mbps"].nunique()
     series = dict(zip(SERIES, links.idxmax(), strict=True))
-    sheet = make_equal_loss_sheet(timed[(timed[SERIES] == pd.Series(series)).all(axis=1)])
+    sheet = make_schedule_sheet(whole[(whole[SERIES] == pd.Series(series)).all(axis=1)])
     arm, against, first = (sheet.headers.index(name) for name in ("arm", "against", "seeds"))
     ends = {(line[arm], line[against]): line[-1] for line in sheet.lines}
-    saved = {line[arm]: line[first + 1 : -1] for line in sheet.lines if line[against] == "fsdp"}
+    saved = {line[arm]: line[first:-1] for line in sheet.lines if line[against] == "fsdp"}
     lines = [(f"`{name}`", *saved[name], *(ends.get((name, base), MISSING) for base in BASELINES)) for name in saved]
     note = (
-        "Time saved until a run and that of `fsdp` have reached the worse of their two final losses "
-        f"({series['setting']}; step times of {series['times']}, {series['network']}), and the Mbit/s up to which any "
-        "is saved against each baseline."
+        f"Time saved until the final loss of `fsdp`, every run to the end of its schedule ({series['setting']}; step "
+        f"times of {series['times']}, {series['network']}), and the Mbit/s up to which any is saved against each "
+        "baseline."
     )
-    headers = ("compressor", *sheet.headers[first + 1 : -1], "than `fsdp` up to", "than `bf16` up to")
+    headers = ("compressor", *sheet.headers[first:-1], "than `fsdp` up to", "than `bf16` up to")
     return Sheet("results_sooner", "Time to equal loss", note, headers, lines)
 
 
@@ -146,13 +148,13 @@ def make_results(recorded: Recorded) -> str:
         setting = pick_setting(table)
         sheet = make_time_sheet(setting)
         parts += [sheet.note, sheet.to_markdown(level=0), describe_crossovers(setting)]
-    losses, timed = compare_losses(recorded.runs), compare_at_equal_time(recorded.runs, recorded.cells)
+    losses, whole = compare_losses(recorded.runs), compare_whole_schedules(recorded.runs, recorded.cells)
     if len(losses):
         sheet = make_degradation_sheet(losses)
         parts += [sheet.note, sheet.to_markdown(level=0), describe_variants(losses)]
-    timed = timed[is_own_setting(timed["arm"])]
-    if len(timed):
-        sheet = make_sooner_sheet(timed)
+    whole = whole[is_own_setting(whole["arm"])]
+    if len(whole):
+        sheet = make_sooner_sheet(whole)
         parts += [sheet.note, sheet.to_markdown(level=0)]
     parts.append(make_claims_sheet(table, losses, show_places=False).to_markdown(level=0))
     return "\n\n".join(_wrap(part.strip()) for part in parts if part)

@@ -62,10 +62,10 @@ def draw_degradation(table: pd.DataFrame, index: int) -> Drawing:
 
 
 @matplotlib.rc_context(SETTINGS)
-def draw_equal_loss(table: pd.DataFrame, index: int) -> Drawing:
+def draw_equal_loss(table: pd.DataFrame, name: str, index: int) -> Drawing:
     """Time saved to equal loss over the link's rate, against each baseline: zero is where it stops to pay.
 
-    table: of :func:`analysis.run_times.compare_at_equal_time`, one series of links.
+    table: of ``compare_at_equal_time`` or ``compare_whole_schedules``, one series of links; name: of its sheet.
     """
     figure, panels = make_figure(2)
     for axes, baseline in zip(panels, BASELINES, strict=True):
@@ -80,10 +80,10 @@ def draw_equal_loss(table: pd.DataFrame, index: int) -> Drawing:
     add_legend(figure)
     first = table.iloc[0]
     caption = (
-        f"Time saved to equal loss by link rate, {first['setting']}; step times: {first['times']} "
+        f"Time saved to equal loss by link rate, table {name}, {first['setting']}; step times: {first['times']} "
         f"({first['network']}); bars: 95 % interval over seeds.{_tell_left_out(table['arm'])}"
     )
-    return Drawing(f"equal_loss_{index}", caption, figure)
+    return Drawing(f"{name}_{index}", caption, figure)
 
 
 @matplotlib.rc_context(SETTINGS)

@@ -71,7 +71,8 @@ def time_to_loss(steps: np.ndarray, losses: np.ndarray, step_ms: float, target: 
 def compare_pair(run: Run, baseline: Run, run_ms: float, baseline_ms: float) -> dict[str, float]:
     """Two runs at their step times: degradation when the sooner one ends, and time saved to the worse final loss.
 
-    Both learning rates follow their schedule to the end only in the sooner run, so equal time flatters it a little.
+    The one that is then still on its way has a higher learning rate, so a higher loss than at the end of a schedule of
+    that length: the loss at equal time flatters the sooner run, the time to equal loss the better one (schedules.py).
     """
     (steps, losses), (base_steps, base_losses) = (one.val_curve.to_numpy(dtype=float).T for one in (run, baseline))
     end_ms = min(steps[-1] * run_ms, base_steps[-1] * baseline_ms)

@@ -17,6 +17,7 @@ from analysis.loss_tables import make_equal_loss_sheet
 from analysis.losses import compare_losses
 from analysis.run_tables import make_setting_sheet
 from analysis.run_times import SERIES, compare_at_equal_time, compare_pair, compare_run_times, fits_cell, time_to_loss
+from analysis.schedules import compare_whole_schedules, steps_to_loss
 from analysis.stats import Estimate
 from tests.analysis.conftest import loss_at
 
@@ -197,6 +198,20 @@ def test_the_link_below_which_equal_loss_comes_sooner():
     assert sheet.numbers["crossover_mbps"].tolist() == pytest.approx([100 * 10 ** (1 / 3)] * 3)
     one = make_equal_loss_sheet(pd.DataFrame(lines[:1]))
     assert one.lines[0][-1] == "-"  # no crossover of one link
+
+
+def test_whole_runs_of_several_lengths_tell_the_time_to_equal_loss(study, write_run, tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / str(seed), "tagc2", seed, steps=40, trainer__max_steps=40)
+    runs = load_recorded([study, tmp_path]).runs
+    table = compare_whole_schedules(runs, [])
+    assert table[["arm", "baseline", "pairs"]].values.tolist() == [["tagc2", "fsdp", 3], ["tagc2", "bf16", 3]]
+    # Seed 0: 1.005 x 4.2 after 20 steps, 1.005 x 4.1 after 40; the dense runs end at 4.2.
+    steps = 20 * 2 ** ((1.005 * 4.2 - 4.2) / (1.005 * 0.1))
+    expected = [1 - steps * 800 / (20 * ms) for ms in (1000, 900)]
+    assert table["saved_time_frac"].tolist() == pytest.approx(expected, abs=2e-3)
+    assert not len(compare_whole_schedules([run for run in runs if run.steps == 20], []))
+    assert math.isnan(steps_to_loss({20: 4.2, 40: 4.1}, 4.0)), "a loss that no length came near"
 
 
 def test_every_claim_is_whole():

@@ -126,11 +126,12 @@ def test_the_results_show_the_losses_of_a_study(study, write_run, tmp_path):
     for seed in range(3):
         for arm in ("fsdp", "tagc2"):
             write_run(tmp_path / f"slow-{arm}-{seed}", arm, seed, bandwidth__rate_mbps=10.0)
+        write_run(tmp_path / f"long-{seed}", "tagc2", seed, steps=40, trainer__max_steps=40)
     text = results.make_results(load_recorded([study, tmp_path]))
     assert "| `fsdp` | 4.210 (sd 0.24%, n = 3) |" in text
     assert "| `tagc2` | +0.50% (+0.50% to +0.50%, n = 3) |" in text
     assert re.search(r"20 steps; n = 2\): `tagc2\s+sparsity=0.9` \+0.50%", text)
-    assert re.search(r"\| `tagc2` \| \+\d.*% .*\| > 100 \|", text)  # sooner than fsdp at both links
+    assert re.search(r"\| `tagc2` \| 3 \| \+\d.*% .*\| > 100 \|", text)  # sooner than fsdp at both links
     (verdict,) = re.findall(r"at most 1 % more loss at equal steps \| tagc2 \| (\w+) \|", text)
     assert verdict == "reproduced"
 

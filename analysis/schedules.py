@@ -1,0 +1,83 @@
+"""Time to equal loss between runs that each followed their own learning-rate schedule to its end.
+
+A run that is compared before its end still has a high learning rate, and so a higher loss than a shorter run would have
+ended at. Where an arm was run to several lengths, its final loss is known as a function of the length; the length at
+which it ends at the baseline's loss, times its step time, is what the baseline's run is held against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from analysis.arms import sort_arms
+from analysis.cells import BASELINES, Cell, spell
+from analysis.identity import Setting, group_runs, label_arm, loss_setting
+from analysis.load import Run
+from analysis.run_times import SERIES, Key, list_step_times
+from analysis.stats import mean_interval
+
+SLACK_FRAC = 0.1  # a loss may lie this share of their span outside those that the lengths gave
+
+
+def steps_to_loss(ends: Mapping[int, float], target: float) -> float:
+    """Length of the run that would end at this loss: a line through (loss, log steps) of runs of several lengths.
+
+    ends: final loss by number of steps. NaN with less than two lengths, or for a loss that they do not enclose.
+
+    >>> round(steps_to_loss({100: 5.0, 400: 4.0}, 4.5))
+    200
+    """
+    losses = np.array(list(ends.values()))
+    if len(ends) < 2 or not np.isfinite(losses).all():
+        return math.nan
+    slack = SLACK_FRAC * (losses.max() - losses.min())
+    if not losses.min() - slack <= target <= losses.max() + slack:
+        return math.nan
+    slope, start = np.polyfit(losses, np.log(list(ends)), 1)
+    return float(np.exp(start + slope * target))
+
+
+def any_length(run: Run) -> Setting:
+    """The setting of the losses without the number of steps."""
+    return loss_setting(run) | {"trainer.max_steps": "any number of"}
+
+
+def list_ends(runs: Sequence[Run]) -> dict[Key, dict[int, float]]:
+    """Final loss by number of steps, for every arm and seed; of a repetition the newest."""
+    ends: dict[Key, dict[int, float]] = {}
+    for run in sorted(runs, key=lambda run: (str(run.manifest.get("started_at")), run.name)):
+        ends.setdefault((label_arm(run), run.config["seed"]), {})[run.config["trainer.max_steps"]] = run.final_loss
+    return ends
+
+
+def save_share(mine: Mapping[int, float], base: Mapping[int, float], run_ms: float, base_ms: float) -> float:
+    """Share of the baseline's time that is saved until its final loss, for its longest run that can be compared."""
+    for steps in sorted(base, reverse=True):
+        needed = steps_to_loss(mine, base[steps])
+        if not math.isnan(needed):
+            return 1 - needed * run_ms / (steps * base_ms)
+    return math.nan
+
+
+def compare_whole_schedules(runs: Sequence[Run], cells: Sequence[Cell]) -> pd.DataFrame:
+    """One line per setting, measured link, baseline and arm that was run to several lengths; intervals over seeds."""
+    lines = []
+    for setting, members in group_runs([run for run in runs if run.is_done], any_length).items():
+        ends = list_ends(members)
+        for timed in list_step_times(members, cells):
+            place = {"setting": setting, "times": timed.times, "network": timed.network, "machine": timed.machine}
+            for arm in sort_arms({arm for arm, _ in timed.runs}):
+                for baseline in BASELINES:
+                    seeds = [seed for name, seed in sorted(timed.runs) if name == arm != baseline]
+                    pairs = [((arm, seed), (baseline, seed)) for seed in seeds if (baseline, seed) in timed.runs]
+                    ms = timed.step_ms
+                    shares = [save_share(ends[mine], ends[base], ms[mine], ms[base]) for mine, base in pairs]
+                    if shares and np.isfinite(shares).all():
+                        line = place | {"rate_mbps": timed.rate_mbps, "arm": arm, "baseline": baseline}
+                        lines.append(line | {"pairs": len(shares)} | spell("saved_time_frac", mean_interval(shares)))
+    names = [f"saved_time_frac{end}" for end in ("", "_low", "_high")]
+    return pd.DataFrame(lines, columns=[*SERIES, "rate_mbps", "arm", "baseline", "pairs", *names])
