@@ -175,7 +175,7 @@ class TrainerConfig:
 class LoggingConfig:
     """What is recorded beside metrics.jsonl."""
 
-    wandb: str = "auto"  # auto (online if WANDB_API_KEY is set, else offline) | online | offline | disabled
+    wandb: str = "auto"  # auto (WANDB_MODE, else online if WANDB_API_KEY is set) | online | offline | disabled
     wandb_project: str = "tagc"  # W&B project
     wandb_group: str | None = None  # None: the experiment's name
     wandb_tags: list[str] = field(default_factory=list)  # W&B tags

@@ -1,7 +1,8 @@
 """``python -m tagc.record.wandb_dashboard``: save the dashboard as a view of the W&B project (``--print`` shows it).
 
 The dashboard is this file: iteration time by bandwidth, loss against step and against time, bytes, and what happens in
-the layers. Every call saves a new view and prints its address. Needs ``pip install -e '.[dashboard]'``.
+the layers. A view of the same name is replaced: what was changed in it by hand is lost. Needs
+``pip install -e '.[dashboard]'``.
 """
 
 from __future__ import annotations
@@ -118,6 +119,23 @@ def describe_spec(workspace: Workspace) -> dict[str, Any]:
     return json.loads(workspace._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
 
 
+def save_workspace(workspace: Workspace) -> str:
+    """Save the dashboard in place of the project's view of the same name, or as a new one; returns what was done.
+
+    Errors: ``ValueError`` when the project does not exist; whatever ``wandb`` raises.
+    """
+    import wandb
+
+    views = wandb.Api().reports(f"{workspace.entity}/{workspace.project}", per_page=100)
+    views.variables["viewType"] = "project-view"  # W&B keeps saved views and reports in one list
+    same = [view for view in views if view.display_name == workspace.name]
+    if same:  # the library's only other way to a view is its address
+        workspace._internal_id, workspace._internal_name = same[0].id, same[0].name
+    workspace.save()
+    others = f"; {len(same) - 1} more of this name were left alone" if len(same) > 1 else ""
+    return f"{'updated' if same else 'saved'}: {workspace.url}{others}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 1 after a message when the view could not be saved."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -134,8 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import wandb
 
         workspace = build_workspace(options.entity or wandb.Api().default_entity, options.project)
-        workspace.save()
-        console.print(f"saved: {workspace.url}")
+        console.print(save_workspace(workspace))
     except Exception as error:  # a server that does not answer, a project that does not exist
         console.print(f"error: {' '.join(str(error).split()) or type(error).__name__}")
         return 1

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import tagc
@@ -25,15 +27,34 @@ logger = logging.getLogger("tagc")
 
 
 def resolve_mode(wanted: str) -> str:
-    """``logging.wandb`` as W&B's own mode: ``auto`` is online when ``WANDB_API_KEY`` is set and offline otherwise."""
-    if wanted == "auto":
-        return "online" if os.environ.get("WANDB_API_KEY") else "offline"
-    return wanted
+    """``logging.wandb`` as W&B's own mode.
+
+    ``auto`` follows ``WANDB_MODE``; without it, it is online when ``WANDB_API_KEY`` is set and offline otherwise.
+    """
+    if wanted != "auto":
+        return wanted
+    default = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+    chosen = os.environ.get("WANDB_MODE", "").lower()
+    return chosen if chosen in ("online", "offline", "disabled") else default
 
 
 def build_command(run_dir: Path, mode: str) -> list[str]:
     """The command of the mirror's process."""
     return [sys.executable, "-m", "tagc.record.wandb_process", str(run_dir), mode]
+
+
+def end_by_force(pid: int) -> None:
+    """Kill the mirror's process, which may be this one, and W&B's service, its child.
+
+    The service has a session of its own and ends when it notices that its parent is gone, which it cannot while it is
+    stopped or stuck.
+    """
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):  # of every thread
+        with suppress(OSError):  # gone meanwhile
+            for child in children.read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 class WandbMirror:
@@ -83,7 +104,7 @@ class WandbMirror:
         self._watcher.join(timeout_s)
         if self._watcher.is_alive():
             self._is_given_up = True
-            self._process.kill()
+            end_by_force(self._process.pid)
             self._warn(f"it did not finish within {timeout_s:.0f} s")
         self._process = None
 

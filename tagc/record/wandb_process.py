@@ -10,15 +10,19 @@ import os
 import select
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 
 from filelock import FileLock
 
 from tagc.errors import UserError
+from tagc.record.wandb_mirror import end_by_force
 from tagc.record.wandb_run import RunFeed, close_run, open_run, read_run_id
 
 POLL_S = 1.0
 FINISH_TIMEOUT_S = 15.0  # for the upload at the end; what is left then goes with `make wandb-sync`
+END_TIMEOUT_S = 30.0  # for all that comes after the ranks, whose recorder gives up earlier if it is still there
 LOCK_TIMEOUT_S = 60.0  # an attempt that was killed may still be passing on its last rows
 NICENESS = 10
 MIN_FREE_BYTES = 1 << 20  # wandb writes on without a word when the disk is full, and its log ends there
@@ -42,6 +46,13 @@ def require_space(folder: Path) -> None:
         raise UserError(f"no space left on the disk of {folder}")
 
 
+def end_after_ranks() -> None:
+    """Wait until standard input ends, give the mirror its time, then end what is left: nobody else may be there."""
+    select.select([sys.stdin], [], [])
+    time.sleep(END_TIMEOUT_S)
+    end_by_force(os.getpid())
+
+
 def mirror(run_dir: Path, mode: str) -> None:
     """Pass rows on as they come, until standard input ends (the recorder has finished, or its process is gone)."""
     with lock_mirror(run_dir, LOCK_TIMEOUT_S):
@@ -60,6 +71,7 @@ def mirror(run_dir: Path, mode: str) -> None:
 def main() -> int:
     """Exit status 1 with the reason as the last line of output."""
     os.nice(NICENESS)
+    threading.Thread(target=end_after_ranks, name="end-after-ranks", daemon=True).start()
     try:
         mirror(Path(sys.argv[1]), sys.argv[2])
     except BaseException as error:  # wandb raises SystemExit too

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ def require_key() -> None:
     """Errors: ``UserError`` when nobody is logged in to W&B. Never asks on the terminal."""
     import wandb
 
+    os.environ.pop("WANDB_MODE", None)  # whoever asks wants to go online; with "offline" there wandb sees no key
     if not wandb.login(prompt=False, verify=False):
         raise UserError("W&B has no API key: set WANDB_API_KEY, or log in once with `wandb login`")
 
@@ -71,6 +73,8 @@ def open_run(run_dir: Path, mode: str, folder: Path, finish_timeout_s: float) ->
     """
     import wandb
 
+    if mode == "online":
+        require_key()
     known = wandb.Settings.model_fields  # the settings differ between releases
     wanted: dict[str, Any] = {
         "silent": True,
@@ -88,8 +92,6 @@ def open_run(run_dir: Path, mode: str, folder: Path, finish_timeout_s: float) ->
     settings = wandb.Settings(**{key: value for key, value in wanted.items() if key in known})
     wandb.setup(settings=settings)
     logging.getLogger("wandb").setLevel(logging.ERROR)
-    if mode == "online":
-        require_key()
     resume = "allow" if mode == "online" else None
     run = wandb.init(mode=mode, dir=folder, resume=resume, settings=settings, **describe_run(run_dir))
     run.define_metric("step")

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from filelock import Timeout
 from rich.console import Console
@@ -42,7 +43,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 def upload(run_dir: Path) -> str:
     """Upload what W&B lacks of one run; returns what was done. Errors: whatever ``wandb`` raises."""
     if read_run_id(run_dir) is None:
-        return "not for W&B, it has no run id (logging.wandb=disabled)"
+        return "not for W&B, its manifest.json has no run id (logging.wandb=disabled, or damaged)"
     try:
         with lock_mirror(run_dir, 0):
             return _upload_locked(run_dir)
@@ -54,7 +55,7 @@ def _upload_locked(run_dir: Path) -> str:
     marker = run_dir / "wandb" / "uploaded.json"
     rows = load_rows(run_dir / "metrics.jsonl")
     state = {"run_id": read_run_id(run_dir), "steps": len(rows), "status": read_summary(run_dir)["status"]}
-    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == state:
+    if _load_marker(marker) == state:
         return f"nothing new, all {len(rows)} steps were uploaded before"
     with tempfile.TemporaryDirectory() as folder:
         run = open_run(run_dir, "online", Path(folder), UPLOAD_TIMEOUT_S)
@@ -64,6 +65,13 @@ def _upload_locked(run_dir: Path) -> str:
     for log in (run_dir / "wandb").glob("offline-run-*/*.wandb"):
         log.with_suffix(".wandb.synced").touch()  # for `wandb sync`, which would send them again
     return f"{sent} of {len(rows)} steps uploaded: {url}"
+
+
+def _load_marker(marker: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(marker.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # absent or damaged: the server knows what it has
+        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,9 +24,15 @@ def test_the_view_is_saved_as_it_is_printed(monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     with serve_wandb() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        said = []
+        for _ in range(2):
+            assert wandb_dashboard.main(["--project", "mine", "--entity", "me"]) == 0
+            said.append(capsys.readouterr().out.split(": "))
+        (view,) = server.views.values()
+        server.views["old"] = view | {"id": "old"}
         assert wandb_dashboard.main(["--project", "mine", "--entity", "me"]) == 0
-    assert "saved: " in capsys.readouterr().out
-    (view,) = server.views
+        assert len(server.views) == 2 and "1 more of this name" in capsys.readouterr().out
+    assert [words[0] for words in said] == ["saved", "updated"] and said[0][1] == said[1][1]
     assert (view["entityName"], view["projectName"], view["displayName"]) == ("me", "mine", "TAGC")
     titles = [panel["config"]["chartTitle"] for panel in list_panels(printed)]
     assert [panel["config"]["chartTitle"] for panel in list_panels(json.loads(view["spec"]))] == titles

@@ -94,17 +94,49 @@ def test_the_warnings_of_slurm_do_not_end_the_process(tmp_path, monkeypatch, cap
     assert mirror._process is not None and mirror._process.returncode == 9
 
 
-def test_a_process_that_hangs_is_left_behind_and_ended(tmp_path, monkeypatch, caplog):
-    replace_process(monkeypatch, "import time; time.sleep(600)")
-    monkeypatch.setattr(wandb_mirror, "FINISH_TIMEOUT_S", 0.3)
+@pytest.fixture
+def hanging_mirror(tmp_path, monkeypatch):
+    """A mirror that hangs as soon as its service has started, and the service, which is stopped."""
+    service = "subprocess.Popen(['sleep', '600'], start_new_session=True).send_signal(signal.SIGSTOP)"
+    hang = f"import signal, subprocess, time; {service}; time.sleep(600)"
+    program = "import threading; from tagc.record import wandb_process as p; p.END_TIMEOUT_S = 0.2"
+    replace_process(monkeypatch, f"{program}; threading.Thread(target=p.end_after_ranks, daemon=True).start(); {hang}")
     mirror = WandbMirror(tmp_path, "online")
+    children = Path(f"/proc/{mirror._process.pid}/task/{mirror._process.pid}/children")
+    wait_until(lambda: children.read_text())
+    return mirror, int(children.read_text())
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs or is stopped; a dead one may wait for whoever adopted it."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_mirror_that_hangs_is_left_behind_and_ended_with_its_service(hanging_mirror, monkeypatch, caplog):
+    mirror, service = hanging_mirror
+    monkeypatch.setattr(wandb_mirror, "FINISH_TIMEOUT_S", 0.05)
     process = mirror._process
-    started = time.monotonic()
     with caplog.at_level(logging.WARNING, "tagc"):
         mirror.finish("done")
-    assert time.monotonic() - started < 20 and process.wait(20) == -9
+    assert process.wait(20) == -9
+    wait_until(lambda: not is_alive(service))
     (warning,) = caplog.messages
     assert WARNING in warning and "did not finish" in warning
+
+
+def test_a_mirror_that_hangs_ends_when_the_ranks_are_gone(hanging_mirror):
+    mirror, service = hanging_mirror
+    mirror._process.stdin.close()  # what the kernel does when a rank is killed
+    assert mirror._process.wait(20) == -9
+    wait_until(lambda: not is_alive(service))
 
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(config, make_row, tmp_path, caplog):
@@ -165,26 +197,24 @@ def test_online_without_a_key_never_asks_on_the_terminal(config, make_row, tmp_p
         wandb_run.open_run(tmp_path, "online", tmp_path, 1.0)
 
 
-def test_training_does_not_import_wandb(tmp_path):
+def test_recording_does_not_import_wandb_nor_reading_a_record_torch(tmp_path):
     program = (
         "import sys; from pathlib import Path; from tagc.config import Config; import tagc.record as r\n"
-        "c = Config(); c.logging.wandb = sys.argv[2]\n"
         "r.wandb_mirror.build_command = lambda run_dir, mode: ['true']\n"
-        "with r.Recorder(Path(sys.argv[1]), c, r.build_manifest(c, kernels='reference', device='cpu')) as recorder:\n"
+        "with r.Recorder(Path(sys.argv[1]), Config(), {'wandb_mode': 'offline', 'wandb_run_id': 'i'}) as recorder:\n"
         "    recorder.step({'step': 1})\n"
-        "assert 'wandb' not in sys.modules\n"
+        "import tagc.record.wandb_process, tagc.record.wandb_sync\n"
+        "assert not {'wandb', 'torch'} & sys.modules.keys()\n"
     )
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", program, str(tmp_path), "offline"], check=True, cwd=root, timeout=60)
-
-
-def test_reading_a_record_does_not_import_torch():
-    program = "import sys, tagc.record.wandb_process, tagc.record.wandb_sync; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2], timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, cwd=root, timeout=60)
 
 
 def test_the_mode(monkeypatch):
     assert resolve_mode("auto") == "offline"
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     assert resolve_mode("auto") == "online"
-    assert [resolve_mode(mode) for mode in ("online", "offline", "disabled")] == ["online", "offline", "disabled"]
+    for mode in ("online", "offline", "disabled"):
+        assert resolve_mode(mode) == mode
+        monkeypatch.setenv("WANDB_MODE", mode)
+        assert resolve_mode("auto") == mode

@@ -40,7 +40,7 @@ class StoredRun:
 
 
 class WandbServer(ThreadingHTTPServer):
-    """``runs`` by id; ``operations``: the GraphQL operations that were asked for; ``views``: saved workspaces."""
+    """``runs`` by id; ``operations``: the GraphQL operations that were asked for; ``views``: saved workspaces by id."""
 
     daemon_threads = True
 
@@ -48,7 +48,7 @@ class WandbServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.runs: dict[str, StoredRun] = {}
         self.operations: list[str] = []
-        self.views: list[dict[str, Any]] = []
+        self.views: dict[str, dict[str, Any]] = {}
 
     @property
     def url(self) -> str:
@@ -72,8 +72,12 @@ class WandbServer(ThreadingHTTPServer):
             files = [{"name": name, "uploadUrl": f"{self.url}/upload"} for name in variables["files"]]
             return {"createRunFiles": {"runID": variables["run"], "uploadHeaders": [], "files": files}}
         if operation == "UpsertView2":
-            self.views.append(variables)
-            return {"upsertView": {"view": {"id": "v", "name": variables["name"]}, "inserted": True}}
+            return {"upsertView": self._upsert_view(variables)}
+        if operation == "ProjectViews":
+            assert variables["viewType"] == "project-view"
+            keys = ("id", "name", "displayName", "spec")
+            edges = [{"node": {key: view[key] for key in keys}, "cursor": view["id"]} for view in self.views.values()]
+            return {"project": {"allViews": {"edges": edges, "pageInfo": {"hasNextPage": False}}}}
         viewer = {
             "id": "u",
             "username": "me",
@@ -101,6 +105,12 @@ class WandbServer(ThreadingHTTPServer):
             },
             "inserted": inserted,
         }
+
+    def _upsert_view(self, variables: dict[str, Any]) -> dict[str, Any]:
+        number = variables.get("id") or f"view{len(self.views)}"
+        inserted = number not in self.views
+        self.views[number] = variables | {"id": number}
+        return {"view": {"id": number, "name": variables["name"]}, "inserted": inserted}
 
     def _status(self, name: str) -> dict[str, Any] | None:
         run = self.runs.get(name)
