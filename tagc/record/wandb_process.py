@@ -71,7 +71,6 @@ def mirror(run_dir: Path, mode: str) -> None:
 def main() -> int:
     """Exit status 1 with the reason as the last line of output."""
     os.nice(NICENESS)
-    threading.Thread(target=end_after_ranks, name="end-after-ranks", daemon=True).start()
     try:
         mirror(Path(sys.argv[1]), sys.argv[2])
     except BaseException as error:  # wandb raises SystemExit too
@@ -83,4 +82,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    threading.Thread(target=end_after_ranks, name="end-after-ranks", daemon=True).start()
     sys.exit(main())
