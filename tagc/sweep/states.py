@@ -69,7 +69,8 @@ def is_alive(job: dict[str, Any], path: Path) -> bool:
     if job.get("ended_at") or (job.get("slurm_job") and job["slurm_job"] == _slurm_job()):
         return False  # the latter: SLURM has put our job back into the queue, or another of our nodes wrote it
     if job.get("host") == socket.gethostname():
-        return job.get("pid") != os.getpid() and job.get("process_start") == _process_start(int(job.get("pid", 0)))
+        pid, start = job.get("pid"), job.get("process_start")
+        return isinstance(pid, int) and pid != os.getpid() and start is not None and start == _process_start(pid)
     with suppress(OSError):
         return time.time() - path.stat().st_mtime < SILENCE_S
     return False

@@ -159,6 +159,8 @@ def test_whether_a_job_runs(command: Command, tmp_path: Path, monkeypatch: pytes
     assert not point_dir(tmp_path, 2).exists()
     assert read_state(leave(**alive | {"process_start": "1"})) is State.INTERRUPTED, "the id was used again"
     assert read_state(leave(**alive | {"ended_at": 1})) is State.INTERRUPTED
+    for damage in ({"pid": "abc"}, {"pid": None}, {"pid": 2**40, "process_start": None}):
+        assert read_state(leave(**alive | damage)) is State.INTERRUPTED
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     elsewhere = {"host": "elsewhere", "pid": 1, "process_start": "1"}
     assert read_state(leave(**elsewhere, slurm_job="8")) is State.RUNNING
