@@ -25,7 +25,7 @@ from tagc.config import Config, from_omegaconf
 from tagc.errors import SweepStopped, UserError
 from tagc.launch import RunInterrupted, launch
 from tagc.sweep.jobs import run_point
-from tagc.sweep.states import load_json, read_state
+from tagc.sweep.states import State, load_json, read_state
 
 CONF_DIR = Path(__file__).parent.parent / "conf"
 
@@ -71,8 +71,8 @@ def launch_job(config: Config) -> None:
         summary = run_point(config, run_dir, launch) if is_point else launch(config, run_dir)
     if summary and not JobReport.has_live_table:  # on a run's other nodes there is no summary
         _print_table([summary])
-    if is_point and JobReport.points is not None and (stop_signal := summary.get("stop_signal")):
-        raise RunInterrupted(stop_signal)  # this point is done; the sweep was asked to end
+    if is_point and config.sweep.only is None and "stop_signal" in summary and JobReport.has_more():
+        raise RunInterrupted(summary["stop_signal"])  # this point is done; the sweep was asked to end
 
 
 @contextlib.contextmanager
@@ -123,6 +123,11 @@ class JobReport(Callback):
 
     points: list[tuple[Path, list[str]]] | None = None  # folder and overrides; of the sweep that runs in this process
     has_live_table = False  # a table of the sweep's points is shown while they run
+
+    @classmethod
+    def has_more(cls) -> bool:
+        """Whether a sweep runs in this process and points of it are not done."""
+        return any(read_state(folder) is not State.DONE for folder, _ in cls.points or ())
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Tell of a failed job; in a sweep the others still run."""

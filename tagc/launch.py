@@ -224,7 +224,7 @@ def _keep_sigint_from_ranks() -> Iterator[None]:
         done.set()
 
 
-def _shield_resource_tracker() -> None:
+def shield_resource_tracker() -> None:
     """Start multiprocessing's helper so that it outlives SIGUSR1, which SLURM sends to every process of a step.
 
     SIGINT and SIGTERM it ignores by itself.
@@ -272,7 +272,7 @@ def _run_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    _shield_resource_tracker()
+    shield_resource_tracker()
     with _rank_environment(config, report_dir, network):
         try:
             with _keep_sigint_from_ranks(), forward_to_ranks(report_dir, config.cluster.grace_s, _interrupt) as stop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from tagc.record.files import explain_write_errors, prepare_run_dir
 
 LOGGER_NAME = "tagc"
 PIPE_WIDTH = 100  # columns of a table when the output is not a terminal
+QUIET_VARIABLE = "TAGC_QUIET"  # set where something else shows how the runs go: rank 0 prints warnings only
 _OWN = "_tagc_handler"  # marks handlers that setup_logging may take away again
 
 _console: Console | None = None
@@ -69,6 +71,8 @@ def _rank_zero_handlers(run_dir: Path) -> list[logging.Handler]:
     else:
         screen = _StreamHandler(sys.stdout)
     screen.setFormatter(_PlainFormatter("%(message)s"))
+    if os.environ.get(QUIET_VARIABLE):
+        screen.setLevel(logging.WARNING)
     return [file_handler, screen]
 
 

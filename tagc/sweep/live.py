@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from tagc.stop_request import block_signals
 from tagc.sweep.identity import Point
 from tagc.sweep.states import State, load_json, read_own_state
 
 REFRESH_S = 1.0
+POINTS_PER_S = 100  # a larger sweep is looked at less often, for the file system's sake
 OTHER_LINES = 8  # of a terminal's height: title, header and what is printed above the table
 TAIL_BYTES = 16_384  # more than the last row of metrics.jsonl
-_LOUD = re.compile(r"(warning|error|critical): ")  # what a rank says to stdout that must not be missed
 _FORMS = (".3f", ".3f", ".0f")  # of losses and milliseconds
 _ORDER = (State.RUNNING, State.FAILED, State.INTERRUPTED, State.PENDING, State.DONE)  # what is shown if not all fits
 _STYLES = {State.RUNNING: "bold", State.DONE: "green", State.FAILED: "bold red", State.INTERRUPTED: "yellow"}
@@ -32,45 +33,62 @@ _STYLES = {State.RUNNING: "bold", State.DONE: "green", State.FAILED: "bold red",
 def live_table(points: Sequence[Point], sweep_dir: Path) -> Iterator[bool]:
     """While the block runs, a terminal shows the points; yields whether it does. Elsewhere nothing changes.
 
-    The runs' own lines go to their ``log.txt`` alone; their warnings and errors appear above the table.
+    What this process and its children write appears above the table; ranks keep all but warnings to their ``log.txt``.
     """
-    if not sys.stdout.isatty():
-        yield False
-        return
     from rich.console import Console
     from rich.live import Live
 
+    from tagc.launch import shield_resource_tracker
+    from tagc.record.console import QUIET_VARIABLE
+
+    if not sys.stdout.isatty() or Console().is_dumb_terminal:
+        yield False
+        return
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as terminal:
-        console = Console(file=terminal)
-        table = StateTable(points, sweep_dir, console)
-        live = Live(console=console, get_renderable=table.render, refresh_per_second=1 / REFRESH_S, transient=True)
-        with live, _divert(1, console, only=_LOUD), _divert(2, console):
-            yield True
+    shield_resource_tracker()  # a helper of the first run else, which would keep the pipes open to the end
+    console = Console(file=os.fdopen(os.dup(1), "w", encoding="utf-8"))  # stays open for what a child says too late
+    table = StateTable(points, sweep_dir, console)
+    interval_s = max(REFRESH_S, len(points) / POINTS_PER_S)
+    live = Live(
+        console=console,
+        get_renderable=table.render,
+        refresh_per_second=1 / interval_s,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    with ExitStack() as stack:
+        with block_signals(signal.SIGINT):  # Ctrl-C is the main thread's, which blocks it at times
+            stack.enter_context(live)
+            stack.enter_context(_divert(1, console))
+            stack.enter_context(_divert(2, console))
+        os.environ[QUIET_VARIABLE] = "1"
+        stack.callback(os.environ.pop, QUIET_VARIABLE)
+        yield True
 
 
 @contextmanager
-def _divert(descriptor: int, console: Any, only: re.Pattern[str] | None = None) -> Iterator[None]:
+def _divert(descriptor: int, console: Any) -> Iterator[None]:
     """Print the lines that this process and its children write to a descriptor above the live table."""
     saved = os.dup(descriptor)
     reading, writing = os.pipe()
     os.dup2(writing, descriptor)
     os.close(writing)
-    pump = threading.Thread(target=_pump, args=(os.fdopen(reading, errors="replace"), console, only), daemon=True)
+    pump = threading.Thread(target=_pump, args=(os.fdopen(reading, errors="replace"), console), daemon=True)
     pump.start()
     try:
         yield
     finally:
+        sys.stdout.flush()
         os.dup2(saved, descriptor)
         os.close(saved)
-        pump.join(timeout=1)  # longer only if a child that holds the pipe outlives the sweep
+        pump.join(timeout=1)  # longer only if a child outlives the sweep; its lines still appear
 
 
-def _pump(lines: TextIO, console: Any, only: re.Pattern[str] | None) -> None:
+def _pump(lines: TextIO, console: Any) -> None:
     with lines:
         for line in lines:
-            if only is None or only.match(line):
-                console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
+            console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
 def read_last_row(run_dir: Path) -> dict[str, Any]:
@@ -110,6 +128,9 @@ class StateTable:
         from rich.text import Text
 
         states = self._read_states()
+        with suppress(OSError, ValueError):  # rich would ask the descriptors that are pipes now
+            if all(size := os.get_terminal_size(self._console.file.fileno())):
+                self._console.size = size
         title = Text(self._describe(states), no_wrap=True, overflow="ellipsis")
         table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left")
         for header in ("#", "state", "step", "loss", "val loss", "ms/step"):

@@ -73,7 +73,8 @@ class PointSweeper(Sweeper):
                 check_same_code([point.run_dir for point in points], describe_code(), sweep_dir)
             _save_marker(self._config, sweep_dir)
             cli.JobReport.points = [(point.run_dir, point.shown) for point in wanted]
-            with live_table(wanted, sweep_dir) as cli.JobReport.has_live_table:
+            with live_table(wanted, sweep_dir) as has_live_table:
+                cli.JobReport.has_live_table = has_live_table
                 self._run_missing(missing, options.retries)
         unfinished = [point for point in wanted if read_state(point.run_dir) is not State.DONE]
         if unfinished and is_first_node():  # the others may not see its files yet

@@ -70,7 +70,8 @@ def test_a_signal_in_a_points_last_moment_ends_the_sweep(command: Command, tmp_p
     code, _, err = command(*SWEEP, "seed=15,1")
     assert code == 128 + 15 and "interrupted by SIGTERM" in err
     assert [read_state(point_dir(tmp_path, seed)) for seed in (15, 1)] == [State.DONE, State.PENDING]
-    assert command("seed=15")[0] == 0, "a run alone is done"
+    for whole in (("seed=15",), ("-m", "hydra.sweep.dir=other", "seed=1,15"), (*SWEEP, "seed=15,2", "sweep.only=0")):
+        assert command(*whole)[0] == 0, "all that was asked for is done"
 
 
 def test_without_a_folder_the_same_command_goes_on(command: Command, tmp_path: Path) -> None:
