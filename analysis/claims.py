@@ -99,7 +99,7 @@ def judge(target: dict[str, Any], evidence: Sequence[Evidence], show_places: boo
         told = "its runs gave no number: a seed diverged or was never validated" if evidence else None
         return "not measured", told or target["if_not_measured"] or "no row of this arm and metric is recorded"
     if target["kind"] == "at_most":
-        return _judge_at_most(target, known, show_places)
+        return _judge_at_most(target, known, len(evidence) - len(known), show_places)
     here, elsewhere = (_find_best([item for item in known if item.at_condition is flag]) for flag in (True, False))
     where = {"10gbps": "at a scaled 10 Gbit/s", "low": "where communication dominates"}.get(target["link"], "")
     told = f"{where} not measured" if here is None else _tell(here, known, show_places)
@@ -114,11 +114,18 @@ def judge(target: dict[str, Any], evidence: Sequence[Evidence], show_places: boo
     return "partly" if elsewhere is not None and points_right(elsewhere.estimate, target) else "not measured", told
 
 
-def _judge_at_most(target: dict[str, Any], known: Sequence[Evidence], show_places: bool) -> tuple[str, str]:
-    """By every setting of at least ``LEAST_N`` values, so that a setting that is easy does not decide; else by all."""
+def _judge_at_most(
+    target: dict[str, Any], known: Sequence[Evidence], diverged: int, show_places: bool
+) -> tuple[str, str]:
+    """By every setting of at least ``LEAST_N`` values, so that a setting that is easy does not decide; else by all.
+
+    diverged: settings that gave no number; none of them stayed below.
+    """
     chosen = [item for item in known if item.estimate.n >= LEAST_N] or known
     told = _tell(max(chosen, key=lambda item: item.estimate.middle), chosen, show_places, "worst")
-    if all(is_reached(item.estimate, target) for item in chosen):
+    if diverged:
+        told += f"; no number in {diverged} more, where a seed diverged"
+    if not diverged and all(is_reached(item.estimate, target) for item in chosen):
         return "reproduced", told
     if any(points_right(item.estimate, target) for item in chosen):
         return "partly", told

@@ -82,8 +82,8 @@ def label_arm(run: Run) -> str:
 
 
 def freeze(setting: Setting) -> Hashable:
-    """The setting as a key of a dict."""
-    return tuple(sorted((key, repr(value)) for key, value in setting.items()))
+    """The setting as a key of a dict; a key that older rows lack is as good as one that is not set."""
+    return tuple(sorted((key, repr(value)) for key, value in setting.items() if value is not None))
 
 
 def group_runs(runs: Iterable[Run], setting_of: Any) -> dict[str, list[Run]]:

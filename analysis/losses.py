@@ -12,7 +12,7 @@ from analysis.arms import sort_arms
 from analysis.cells import spell
 from analysis.identity import group_runs, loss_setting, select_newest
 from analysis.load import Run
-from analysis.stats import UNKNOWN, Estimate, mean_interval
+from analysis.stats import UNKNOWN, mean_interval
 
 BASELINE = "fsdp"
 LOSS_COLUMNS = [
@@ -64,12 +64,3 @@ def compare_losses(runs: Sequence[Run]) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(lines, columns=LOSS_COLUMNS)
-
-
-def seed_noise(table: pd.DataFrame) -> Estimate:
-    """Standard deviation over seeds of the baseline's final loss, as a share of it, by setting with most seeds."""
-    dense = table[(table["arm"] == BASELINE) & table["val_loss_sd"].notna()].sort_values("seeds")
-    if not len(dense):
-        return UNKNOWN
-    best = dense.iloc[-1]
-    return Estimate(int(best["seeds"]), best["val_loss_sd"] / best["val_loss"], math.nan, math.nan)

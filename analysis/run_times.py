@@ -49,7 +49,7 @@ def fits_cell(run: Run, cell: Cell) -> bool:
     keys = [key for key in run.config if key.startswith("model.")]
     keys += ["data.name", "data.vocab_size", "cluster.ranks"]
     keys += [f"trainer.{key}" for key in ("global_batch", "micro_batch", "param_dtype", "reshard_after_forward")]
-    return all(settings.get(f"fsdp.{key}") == run.config[key] for key in keys)
+    return all(settings.get(f"fsdp.{key}") == run.config.get(key) for key in keys)
 
 
 def time_to_loss(steps: np.ndarray, losses: np.ndarray, step_ms: float, target: float) -> float:

@@ -18,12 +18,13 @@ from analysis.cells import BASELINES, Cell, spell
 from analysis.identity import Setting, group_runs, label_arm, loss_setting
 from analysis.load import Run
 from analysis.run_times import SERIES, Key, list_step_times
-from analysis.stats import mean_interval
+from analysis.stats import UNKNOWN, mean_interval
 
+Ends = Mapping[int, float]  # final loss by number of steps
 SLACK_FRAC = 0.1  # a loss may lie this share of their span outside those that the lengths gave
 
 
-def steps_to_loss(ends: Mapping[int, float], target: float) -> float:
+def steps_to_loss(ends: Ends, target: float) -> float:
     """Length of the run that would end at this loss: a line through (loss, log steps) of runs of several lengths.
 
     ends: final loss by number of steps. NaN with less than two lengths, or for a loss that they do not enclose.
@@ -54,17 +55,26 @@ def list_ends(runs: Sequence[Run]) -> dict[Key, dict[int, float]]:
     return ends
 
 
-def save_share(mine: Mapping[int, float], base: Mapping[int, float], run_ms: float, base_ms: float) -> float:
-    """Share of the baseline's time that is saved until its final loss, for its longest run that can be compared."""
-    for steps in sorted(base, reverse=True):
-        needed = steps_to_loss(mine, base[steps])
-        if not math.isnan(needed):
-            return 1 - needed * run_ms / (steps * base_ms)
-    return math.nan
+def save_shares(mine: Sequence[Ends], base: Sequence[Ends], run_ms: float, base_ms: float) -> list[float]:
+    """Per seed the share of the baseline's time that is saved until its final loss.
+
+    For its longest run of all seeds whose loss the arm's lengths enclose for every seed, so that one mean is of one
+    thing; NaN for all if there is none.
+    """
+    lengths = sorted(set.intersection(*map(set, mine)))
+    curves = [{steps: ends[steps] for steps in lengths} for ends in mine]
+    for steps in sorted(set.intersection(*map(set, base)), reverse=True):
+        needed = [steps_to_loss(curve, ends[steps]) for curve, ends in zip(curves, base, strict=True)]
+        if np.isfinite(needed).all():
+            return [1 - each * run_ms / (steps * base_ms) for each in needed]
+    return [math.nan] * len(curves)
 
 
 def compare_whole_schedules(runs: Sequence[Run], cells: Sequence[Cell]) -> pd.DataFrame:
-    """One line per setting, measured link, baseline and arm that was run to several lengths; intervals over seeds."""
+    """One line per setting, measured link, baseline and arm that was run to several lengths; intervals over seeds.
+
+    The saved share is NaN where no length of the arm came near the baseline's loss.
+    """
     lines = []
     for setting, members in group_runs([run for run in runs if run.is_done], any_length).items():
         ends = list_ends(members)
@@ -72,12 +82,15 @@ def compare_whole_schedules(runs: Sequence[Run], cells: Sequence[Cell]) -> pd.Da
             place = {"setting": setting, "times": timed.times, "network": timed.network, "machine": timed.machine}
             for arm in sort_arms({arm for arm, _ in timed.runs}):
                 for baseline in BASELINES:
-                    seeds = [seed for name, seed in sorted(timed.runs) if name == arm != baseline]
-                    pairs = [((arm, seed), (baseline, seed)) for seed in seeds if (baseline, seed) in timed.runs]
-                    ms = timed.step_ms
-                    shares = [save_share(ends[mine], ends[base], ms[mine], ms[base]) for mine, base in pairs]
-                    if shares and np.isfinite(shares).all():
-                        line = place | {"rate_mbps": timed.rate_mbps, "arm": arm, "baseline": baseline}
-                        lines.append(line | {"pairs": len(shares)} | spell("saved_time_frac", mean_interval(shares)))
+                    seeds = [s for name, s in sorted(timed.runs) if name == arm != baseline]
+                    seeds = [seed for seed in seeds if (baseline, seed) in timed.runs]
+                    mine, base = ([ends[name, seed] for seed in seeds] for name in (arm, baseline))
+                    if not seeds or len(set.intersection(*map(set, mine))) < 2:
+                        continue
+                    ms = (timed.step_ms[name, seeds[0]] for name in (arm, baseline))
+                    shares = save_shares(mine, base, *ms)
+                    saved = mean_interval(shares) if np.isfinite(shares).all() else UNKNOWN
+                    line = place | {"rate_mbps": timed.rate_mbps, "arm": arm, "baseline": baseline}
+                    lines.append(line | {"pairs": len(seeds)} | spell("saved_time_frac", saved))
     names = [f"saved_time_frac{end}" for end in ("", "_low", "_high")]
     return pd.DataFrame(lines, columns=[*SERIES, "rate_mbps", "arm", "baseline", "pairs", *names])

@@ -7,19 +7,16 @@ set -uo pipefail
 limit=${TAGC_MAX_REQUEUES:-20}
 # SLURM is asked for what the environment also says: a job that was submitted from inside another one has inherited that
 # one's array and restarts. And the number of an array is also that of one of its tasks; alone it would mean all of them.
-job= restarts=0 state=
-for word in $(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "); do
-    case $word in
-        JobId=*) job=${word#*=} ;;
-        ArrayJobId=*) job=${word#*=} ;;
-        ArrayTaskId=*) job+=_${word#*=} ;;
-        Restarts=*) restarts=${word#*=} ;;
-        JobState=*) state=${word#*=} ;;
-    esac
-done
+record=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID ")
+field() { grep -oP -m1 "(?<= )$1=\K\S+" <<<" $record" | head -n1; }
+array=$(field ArrayJobId) state=$(field JobState) restarts=$(field Restarts)
+job=${array:+${array}_$(field ArrayTaskId)}
+job=${job:-$SLURM_JOB_ID}
 
-# Preemption may have put it back already.
-[[ $state == RUNNING ]] || exit 75
+if [[ $state != RUNNING ]]; then # preemption may have put it back already
+    echo "job $job is ${state:-unknown to scontrol}: not put back into the queue; submitted again, it continues"
+    exit 75
+fi
 if ((restarts >= limit)); then
     echo "job $job was requeued $restarts times already (TAGC_MAX_REQUEUES); the same command submitted again continues"
     exit 75

@@ -169,7 +169,7 @@ def check_nothing_queued(submitit_dir: Path) -> None:
 def wait_for_array(array_id: str, fail_fast: bool = False) -> dict[str, str]:
     """Wait until SLURM has ended every task; returns the last state that it told of each. Tells of every change.
 
-    ``fail_fast``: once a task has failed, those that have not started are cancelled; those that run go on.
+    ``fail_fast``: once a task has failed, those that wait are cancelled; those that run go on.
     """
     states: dict[str, str] = {}
     told, stopped, warned = "", False, False
@@ -183,7 +183,7 @@ def wait_for_array(array_id: str, fail_fast: bool = False) -> dict[str, str]:
             if all(state in ENDED for state in current.values()):
                 return states
             if fail_fast and not stopped and not FAILED.isdisjoint(states.values()):
-                log.warning("a task has failed and sweep.fail_fast is set; cancelling those that have not started")
+                log.warning("a task has failed and sweep.fail_fast is set; cancelling those that wait")
                 cancel_waiting(array_id)
                 stopped = True
         except UserError as silence:  # a controller that restarts; the tasks go on meanwhile

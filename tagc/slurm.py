@@ -30,7 +30,12 @@ _REMEDIES = (  # sbatch's words, the keys to look at
 )
 FAILED = {"FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"}
 ENDED = {"CANCELLED", "COMPLETED", "PREEMPTED", *FAILED}
-_SET_ALWAYS = {"SBATCH_TIMELIMIT", "SBATCH_SIGNAL", "SBATCH_ARRAY_INX", "SBATCH_NO_REQUEUE", "SBATCH_OPEN_MODE"}
+_SET_ALWAYS = {
+    f"SBATCH_{name}"
+    for name in ("TIMELIMIT", "SIGNAL", "ARRAY_INX", "NO_REQUEUE", "OPEN_MODE", "JOB_NAME", "OUTPUT", "ERROR", "WAIT")
+}
+_OTHER_NAMES = {"mem_gb": "MEM_PER_NODE"}  # of settings, in sbatch's environment
+_KEPT_IN_JOB = {"SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS"}  # how to reach SLURM, nothing of the job
 _ANSWER_S = 60
 
 
@@ -41,9 +46,10 @@ def hide_other_settings(params: Mapping[str, Any]) -> Iterator[None]:
     To sbatch a ``SBATCH_PARTITION`` in the environment is worth more than the script's line. And where this command
     runs inside a job, the new one would inherit that one's number, array index and restarts.
     """
-    set_here = _SET_ALWAYS | {f"SBATCH_{name.upper()}" for name, value in params.items() if value is not None}
+    names = (_OTHER_NAMES.get(name, name.upper()) for name, value in params.items() if value is not None)
+    set_here = _SET_ALWAYS | {f"SBATCH_{name}" for name in names}
     in_job = ("SLURM_", "SLURMD_", "SRUN_") if "SLURM_JOB_ID" in os.environ else ()
-    hidden = [name for name in os.environ if name in set_here or (name.startswith(in_job) and name != "SLURM_CONF")]
+    hidden = [name for name in os.environ if name in set_here or (name.startswith(in_job) and name not in _KEPT_IN_JOB)]
     saved = {name: os.environ.pop(name) for name in hidden}
     try:
         yield
@@ -143,5 +149,8 @@ def read_states(array_id: str) -> dict[str, str]:
 
 
 def cancel_waiting(array_id: str) -> None:
-    """End the tasks that have not started; those that run go on."""
-    _call("scancel", "--state=PENDING", array_id)
+    """End the tasks that wait, those that were put back into the queue too; those that run go on.
+
+    Errors: ``UserError`` when SLURM does not answer.
+    """
+    _ask("scancel", "--state=PENDING", array_id)

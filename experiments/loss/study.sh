@@ -3,7 +3,10 @@
 # they stopped, so the same command again runs only what is missing; its exit code is not 0 if a point failed.
 #   sh experiments/loss/study.sh && python -m analysis.keep multirun/loss --out experiments/loss/rows && make report
 failed=0
-sweep() { python run.py -m experiment=loss "$@" || failed=1; }
+sweep() {
+    python run.py -m experiment=loss "$@" || { code=$? failed=1; }
+    [ "${code:-0}" -lt 128 ] || exit "$code" # a signal is meant for all of it
+}
 
 sweep                                                                       # headline arms
 sweep compressor=lhc,noop seed=0                                            # the two ends

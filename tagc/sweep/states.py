@@ -117,8 +117,8 @@ def _touch_until(path: Path, ended: threading.Event) -> None:
 
 
 def _slurm_job() -> str | None:
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+    """Of every task of an array its own, the same after a requeue; a job never inherits it, as it may the array's."""
+    return os.environ.get("SLURM_JOB_ID")
 
 
 def _process_start(pid: int) -> str | None:

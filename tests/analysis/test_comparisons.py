@@ -18,7 +18,7 @@ from analysis.losses import compare_losses
 from analysis.run_tables import make_setting_sheet
 from analysis.run_times import SERIES, compare_at_equal_time, compare_pair, compare_run_times, fits_cell, time_to_loss
 from analysis.schedules import compare_whole_schedules, steps_to_loss
-from analysis.stats import Estimate
+from analysis.stats import UNKNOWN, Estimate
 from tests.analysis.conftest import loss_at
 
 
@@ -182,6 +182,8 @@ def test_a_loss_must_stay_below_in_every_setting_of_enough_seeds():
         found = judge(target, [Evidence("runs", estimate, True) for estimate in estimates])
         assert found[0] == verdict
     assert "+15.0%" in judge(target, [Evidence("a", low, True), Evidence("b", high, True)])[1]
+    verdict, why = judge(target, [Evidence("a", low, True), Evidence("b", UNKNOWN._replace(n=3), True)])
+    assert verdict == "partly" and "no number in 1 more" in why
 
 
 def test_the_link_below_which_equal_loss_comes_sooner():
@@ -211,6 +213,9 @@ def test_whole_runs_of_several_lengths_tell_the_time_to_equal_loss(study, write_
     expected = [1 - steps * 800 / (20 * ms) for ms in (1000, 900)]
     assert table["saved_time_frac"].tolist() == pytest.approx(expected, abs=2e-3)
     assert not len(compare_whole_schedules([run for run in runs if run.steps == 20], []))
+    # One seed of another length changes nothing: a mean is of lengths that all seeds have.
+    more = load_recorded([write_run(tmp_path / "more", "tagc2", 0, steps=80, trainer__max_steps=80)]).runs
+    assert compare_whole_schedules([*runs, *more], []).equals(table)
     assert math.isnan(steps_to_loss({20: 4.2, 40: 4.1}, 4.0)), "a loss that no length came near"
 
 

@@ -21,6 +21,7 @@ JobId=9 JobName=tagc JobState=RUNNING Requeue=1 Restarts=0 BatchFlag=1"""
         ("9", 75, "RUNNING", 1, "9", 0),
         ("7", 75, "RUNNING", 2, None, 75),
         ("7", 75, "PENDING", 1, None, 75),  # preemption was faster
+        ("10", 75, "RUNNING", 1, None, 75),  # scontrol does not know it
         ("7", 1, "RUNNING", 1, None, 1),
         ("7", 0, "RUNNING", 1, None, 0),
     ],
@@ -40,3 +41,4 @@ def test_which_job_is_requeued(
     found = tmp_path / "requeued"
     assert (found.read_text().strip() if found.exists() else None) == requeued
     assert ("TAGC_MAX_REQUEUES" in done.stdout) == (restarts == 2)
+    assert bool(done.stdout) == (exit_code == 75), "why a run that was saved is put back or not"
