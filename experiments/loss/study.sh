@@ -17,6 +17,7 @@ sweep compressor=tagc compressor.sparsity=0.95                              # th
 sweep compressor=bf16 trainer.max_steps=233
 sweep compressor=tagc2 trainer.max_steps=243
 sweep compressor=packed trainer.max_steps=249
+sweep compressor=tagc2 compressor.residual_decay=0.9 compressor.warmup_steps=20 trainer.max_steps=239
 for seeds in 0 1,2; do
     ablate() { sweep compressor=tagc2 seed=$seeds "$@"; }
     ablate compressor.sparsity=0.6,0.9,0.95                                 # 0.8 is the default
