@@ -55,14 +55,14 @@ def collect_evidence(target: dict[str, Any], cells: pd.DataFrame, losses: pd.Dat
             for _, line in rows.iterrows()
         ]
     if metric.endswith("loss_increase") and len(losses):
-        rows = losses[(losses["arm"].map(compressor_of) == target["arm"]) & (losses["pairs"] > 0)]
-        if metric == "headline_loss_increase":
-            rows = rows[rows["arm"] == target["arm"]]  # the option as it stands: sparsity 0.8, attention dense
-        else:
+        is_headline = metric == "headline_loss_increase"  # of this very arm, not of all settings of a compressor
+        names = losses["arm"] if is_headline else losses["arm"].map(compressor_of)
+        rows = losses[(names == target["arm"]) & (losses["pairs"] > 0)]
+        if not is_headline:
             rows = rows[rows["sparsity"] == rows["sparsity"].max()]  # the strongest setting that was run
-        names = ("degradation_frac", "degradation_frac_low", "degradation_frac_high")
+        columns = ["degradation_frac", "degradation_frac_low", "degradation_frac_high"]
         return [
-            Evidence(f"{line['arm']} ({line['setting']})", Estimate(int(line["pairs"]), *line[list(names)]), True)
+            Evidence(f"{line['arm']} ({line['setting']})", Estimate(int(line["pairs"]), *line[columns]), True)
             for _, line in rows.iterrows()
         ]
     return []
