@@ -83,7 +83,7 @@ def compare_whole_schedules(runs: Sequence[Run], cells: Sequence[Cell]) -> pd.Da
             for arm in sort_arms({arm for arm, _ in timed.runs}):
                 for baseline in BASELINES:
                     seeds = [s for name, s in sorted(timed.runs) if name == arm != baseline]
-                    seeds = [seed for seed in seeds if (baseline, seed) in timed.runs]
+                    seeds = [s for s in seeds if (baseline, s) in timed.runs and len(ends[arm, s]) > 1]
                     mine, base = ([ends[name, seed] for seed in seeds] for name in (arm, baseline))
                     if not seeds or len(set.intersection(*map(set, mine))) < 2:
                         continue
