@@ -12,7 +12,8 @@ sweep                                                                       # he
 sweep compressor=lhc,noop seed=0                                            # the two ends
 small="model=small trainer.global_batch=8 trainer.learning_rate=1e-3"
 sweep $small compressor=fsdp,tagc,tagc2,packed                              # headline arms, the larger model
-sweep compressor=tagc compressor.sparsity=0.95                              # the strongest setting
+sweep compressor=tagc compressor.sparsity=0.95                              # the strongest setting, as it is
+sweep compressor=tagc compressor.sparsity=0.95 compressor.residual_decay=0.9 compressor.warmup_steps=20
 # As much time as 200 steps of fsdp take at 85.4 Mbit/s (experiments/iteration_time, cell nano-r2-fp32-reshard-5x)
 sweep compressor=bf16 trainer.max_steps=233
 sweep compressor=tagc2 trainer.max_steps=243
