@@ -119,10 +119,15 @@ def _shorten(value: Any) -> str:
     return text[:8] if len(text) == 64 else text  # a fingerprint
 
 
+def sort_by_start(runs: Iterable[Run]) -> list[Run]:
+    """The newest last."""
+    return sorted(runs, key=lambda run: (str(run.manifest.get("started_at")), run.name))
+
+
 def select_newest(runs: Iterable[Run]) -> dict[tuple[str, int], Run]:
     """By arm and seed, the run that started last: a repetition of a seed is no further seed."""
     newest: dict[tuple[str, int], Run] = {}
-    for run in sorted(runs, key=lambda run: (str(run.manifest.get("started_at")), run.name)):
+    for run in sort_by_start(runs):
         newest[label_arm(run), run.config["seed"]] = run
     return newest
 

@@ -15,7 +15,7 @@ import pandas as pd
 
 from analysis.arms import sort_arms
 from analysis.cells import BASELINES, Cell, spell
-from analysis.identity import Setting, group_runs, label_arm, loss_setting
+from analysis.identity import Setting, group_runs, label_arm, loss_setting, sort_by_start
 from analysis.load import Run
 from analysis.run_times import SERIES, Key, list_step_times
 from analysis.stats import UNKNOWN, mean_interval
@@ -50,7 +50,7 @@ def any_length(run: Run) -> Setting:
 def list_ends(runs: Sequence[Run]) -> dict[Key, dict[int, float]]:
     """Final loss by number of steps, for every arm and seed; of a repetition the newest."""
     ends: dict[Key, dict[int, float]] = {}
-    for run in sorted(runs, key=lambda run: (str(run.manifest.get("started_at")), run.name)):
+    for run in sort_by_start(runs):
         ends.setdefault((label_arm(run), run.config["seed"]), {})[run.config["trainer.max_steps"]] = run.final_loss
     return ends
 

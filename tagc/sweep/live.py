@@ -36,14 +36,15 @@ def live_table(points: Sequence[Point], sweep_dir: Path) -> Iterator[bool]:
     What this process and its children write appears above the table; ranks keep all but warnings to their ``log.txt``.
     """
     from rich.console import Console
+
+    if not sys.stdout.isatty() or Console().is_dumb_terminal:
+        yield False
+        return
     from rich.live import Live
 
     from tagc.launch import shield_resource_tracker
     from tagc.record.console import QUIET_VARIABLE
 
-    if not sys.stdout.isatty() or Console().is_dumb_terminal:
-        yield False
-        return
     sys.stdout.flush()
     shield_resource_tracker()  # a helper of the first run else, which would keep the pipes open to the end
     console = Console(file=os.fdopen(os.dup(1), "w", encoding="utf-8"))  # stays open for what a child says too late
