@@ -42,10 +42,10 @@ gpu-check: $(STAMP)  ## on a machine with a GPU: kernel tests, waits, speed, GPT
 	$(BIN)/python -m experiments.gpu_check $(ARGS)
 
 wandb-sync: $(STAMP)  ## upload to W&B what it lacks of the runs in outputs/ and multirun/ (ARGS=... names other folders)
-	$(BIN)/python -m tagc.record.wandb_sync $(ARGS)
+	$(BIN)/python -m tagc.record.wandb.sync $(ARGS)
 
 wandb-dashboard: $(STAMP)  ## save the dashboard as a view of the W&B project (ARGS="--project NAME"; --print sends nothing)
-	$(BIN)/python -m tagc.record.wandb_dashboard $(ARGS)
+	$(BIN)/python -m tagc.record.wandb.dashboard $(ARGS)
 
 report: $(STAMP) results  ## every committed table, and a page with all figures in report/, from the recorded rows
 	$(BIN)/python -m experiments.iteration_time.table > /dev/null

@@ -11,8 +11,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from tagc import cli
-from tagc.sweep.sweeper import register_sweeper
+from tagc.cli import entry as cli
+from tagc.cli.sweeper import register_sweeper
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from analysis.identity import identify_run, label_arm
-from analysis.load import Run, load_recorded
+from analysis.records.identity import identify_run, label_arm
+from analysis.records.load import Run, load_recorded
 from tagc.errors import UserError
-from tagc.record.files import write_text_atomic
+from tagc.host.files import write_text_atomic
 from tagc.record.manifest import NUMBER_KEYS
 
 MANIFEST_KEYS = (*NUMBER_KEYS, "network", "backend")

@@ -22,21 +22,26 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from analysis import figures, loss_tables, overview, run_figures, run_tables
-from analysis.cell_tables import make_agreement_sheet, make_crossover_sheet, make_memory_sheet, make_transport_sheet
-from analysis.cells import Cell, find_crossovers, summarise_cell
-from analysis.claims import make_claims_sheet
-from analysis.figures import Drawing
-from analysis.identity import find_notices, group_runs, loss_setting, select_newest
-from analysis.load import Recorded, Run, load_recorded
-from analysis.losses import compare_losses
-from analysis.run_times import SERIES, StepTimes, compare_at_equal_time, list_step_times, own_step_ms
-from analysis.schedules import compare_whole_schedules
-from analysis.sheet import Sheet
+from analysis.numbers.losses import compare_losses
+from analysis.numbers.run_times import SERIES, StepTimes, compare_at_equal_time, list_step_times, own_step_ms
+from analysis.numbers.schedules import compare_whole_schedules
+from analysis.page import figures, loss_tables, overview, run_figures, run_tables
+from analysis.page.cell_tables import (
+    make_agreement_sheet,
+    make_crossover_sheet,
+    make_memory_sheet,
+    make_transport_sheet,
+)
+from analysis.page.claims import make_claims_sheet
+from analysis.page.figures import Drawing
+from analysis.page.sheet import Sheet
+from analysis.records.cells import Cell, find_crossovers, summarise_cell
+from analysis.records.identity import find_notices, group_runs, loss_setting, select_newest
+from analysis.records.load import Recorded, Run, load_recorded
 from tagc.errors import UserError
-from tagc.record.files import write_text_atomic
+from tagc.host.files import write_text_atomic
 
-TEMPLATE = Path(__file__).with_name("page.html.j2")
+TEMPLATE = Path(__file__).parent / "page" / "page.html.j2"
 SCALING_RATE_GBPS = 10
 
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.arms import compressor_of, sort_arms
-from analysis.cells import BASELINES, find_crossovers, read_estimate, summarise_cell
-from analysis.claims import make_claims_sheet
-from analysis.load import Recorded, load_recorded
-from analysis.loss_tables import format_degradation, make_schedule_sheet
-from analysis.losses import compare_losses
-from analysis.run_times import SERIES
-from analysis.schedules import compare_whole_schedules
-from analysis.sheet import MISSING, Sheet, format_number, format_range
+from analysis.numbers.losses import compare_losses
+from analysis.numbers.run_times import SERIES
+from analysis.numbers.schedules import compare_whole_schedules
+from analysis.page.claims import make_claims_sheet
+from analysis.page.loss_tables import format_degradation, make_schedule_sheet
+from analysis.page.sheet import MISSING, Sheet, format_number, format_range
+from analysis.records.cells import BASELINES, find_crossovers, read_estimate, summarise_cell
+from analysis.records.load import Recorded, load_recorded
 from tagc.errors import UserError
-from tagc.record.files import write_text_atomic
+from tagc.host.files import write_text_atomic
 
 ROOT = Path(__file__).parents[1]
 README, ROWS = ROOT / "README.md", ROOT / "experiments"

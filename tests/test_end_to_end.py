@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.record.dashboard import find_missing
+from tests.record.wandb.dashboard import find_missing
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.end_to_end

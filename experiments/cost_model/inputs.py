@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tagc.comm.traffic import plan_traffic
 from tagc.config import Config, validate
 from tagc.model.gpt import GPT, flops_per_token
-from tagc.network.cost_model import UnitCost, decode_growth
+from tagc.predict.cost_model import UnitCost, decode_growth
+from tagc.predict.traffic import plan_traffic
 from tagc.train.parallel import list_units, unit_parameter_names
 
 SKETCHES = ("lhc", "tagc", "tagc2")

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tagc.device import count_cores
+from tagc.host.device import count_cores
 from tagc.network.link import WIRE_BYTES_PER_BYTE
 from tagc.record import load_summary
 

@@ -23,9 +23,9 @@ from typing import Any
 from experiments.cost_model.inputs import CodecTimes, build_workload, make_units
 from experiments.cost_model.measure import load_measured
 from experiments.cost_model.validate import measured_codec, measured_compute_ms, nano
-from tagc.cli import compose_config
+from tagc.cli.entry import compose_config
 from tagc.network.calibration import reference_compute_s, resolve_dilation
-from tagc.network.cost_model import LinkCost, UnitCost, predict_iteration_ms
+from tagc.predict.cost_model import LinkCost, UnitCost, predict_iteration_ms
 
 FOLDER = Path(__file__).parent
 ARMS = ("noop", "fsdp", "bf16", "tagc", "tagc2", "packed", "int8")

@@ -26,8 +26,8 @@ from rich.table import Table
 
 from experiments.cost_model.inputs import CodecTimes, Workload, build_workload, make_units
 from experiments.cost_model.measure import KEYS, MEASURED, load_measured
-from tagc.cli import compose_config
-from tagc.network.cost_model import LinkCost, UnitCost, predict_iteration_ms
+from tagc.cli.entry import compose_config
+from tagc.predict.cost_model import LinkCost, UnitCost, predict_iteration_ms
 
 VALIDATION = Path(__file__).parent / "validation.csv"
 FROM_README = Path(__file__).parent / "measured_readme.csv"  # an earlier table of the README, 55 timed steps a row

@@ -25,11 +25,11 @@ from experiments.iteration_time.record import ROWS_DIR, is_recorded, record_cell
 from experiments.iteration_time.table import make_console, report
 from experiments.iteration_time.worker import run_cell
 from tagc.config import Config, NetworkConfig
-from tagc.device import resolve_device
 from tagc.errors import UserError
-from tagc.launch import RunInterrupted, launch
+from tagc.host.device import resolve_device
+from tagc.launch.failures import RankFailure
+from tagc.launch.launcher import RunInterrupted, launch
 from tagc.network import open_network
-from tagc.rank_errors import RankFailure
 from tagc.record.manifest import describe_git
 
 WORK_DIR = Path("outputs/iteration_time")

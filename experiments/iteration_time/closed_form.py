@@ -17,10 +17,10 @@ import torch
 
 from experiments.iteration_time.arms import POWERSGD_RANKS
 from experiments.iteration_time.plan import Cell, compose_config, load_plan, parse_link, select_cells
-from tagc.comm.traffic import UnitTraffic, plan_traffic
 from tagc.config import COMPRESSORS
 from tagc.model.gpt import GPT, flops_per_token, parameter_count
 from tagc.network import Link
+from tagc.predict.traffic import UnitTraffic, plan_traffic
 from tagc.train.parallel import list_units, unit_parameter_names
 
 ASSUMED_FLOPS_PER_S = 1e11  # of the whole machine: only for the estimate of how long the plan takes

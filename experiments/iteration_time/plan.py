@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from experiments.iteration_time.arms import OTHER_TRANSPORT, arm_overrides
-from tagc import cli
+from tagc.cli import entry as cli
 from tagc.config import Config, flatten, to_dict
 from tagc.errors import UserError
 

@@ -12,8 +12,8 @@ from typing import Any
 import pandas as pd
 
 from experiments.iteration_time.plan import Cell, describe_cell
+from tagc.host.files import write_text_atomic
 from tagc.record import load_rows
-from tagc.record.files import write_text_atomic
 from tagc.record.manifest import NUMBER_KEYS
 
 ROWS_DIR = Path(__file__).with_name("rows")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from analysis.cell_tables import write_cell_tables
+from analysis.page.cell_tables import write_cell_tables
 from experiments.iteration_time.record import ROWS_DIR
 from tagc.errors import UserError
 

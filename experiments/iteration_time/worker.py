@@ -25,10 +25,10 @@ from experiments.iteration_time.plan import Cell, parse_link
 from tagc.config import COMPRESSORS, Config
 from tagc.data import DataInfo
 from tagc.errors import UserError
+from tagc.host.files import write_text_atomic
 from tagc.kernels import resolve_backend
 from tagc.model.gpt import flops_per_token
 from tagc.record import build_manifest
-from tagc.record.files import write_text_atomic
 from tagc.record.rows import MetricsFile, clean_row
 from tagc.train.trainer import Trainer
 from tagc.train.worker import rank_process
@@ -41,7 +41,7 @@ logger = logging.getLogger("tagc")
 def run_cell(cell: Cell, configs: dict[str, Config], config: Config, data: DataInfo, run_dir: str) -> None:
     """Measure one cell; rank 0 writes ``metrics.jsonl`` (one row per step) and ``summary.json`` into ``run_dir``.
 
-    configs: of every arm, by name. A :data:`tagc.launch.Worker` once the first two are bound.
+    configs: of every arm, by name. A :data:`tagc.launch.launcher.Worker` once the first two are bound.
     """
     with rank_process(config, run_dir) as device:
         for handler in logger.handlers:

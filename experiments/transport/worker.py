@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tagc.comm.exchange import Exchange
 from tagc.comm.gradient_sync import GradientSync
-from tagc.comm.process_group import start_process_group
 from tagc.comm.stopwatch import Stopwatch
 from tagc.compressors.base import Part
 from tagc.config import Config
@@ -25,6 +24,7 @@ from tagc.model.init import materialize
 from tagc.network import Link, build_link
 from tagc.train.optimizer import build_optimizer, clip_gradients
 from tagc.train.parallel import shard_model, unit_parameter_names
+from tagc.train.process_group import start_process_group
 
 CPU = torch.device("cpu")
 SECONDS = 0.2  # every operation moves what the link carries in this time, in each direction

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tagc.compressors.base import BucketSpec, BucketStats, Compressor, Kind, Part
-from tagc.compressors.blocks import Int4, Int8
 from tagc.compressors.dense import Dense, DenseBf16, Noop
 from tagc.compressors.packed import Packed
+from tagc.compressors.quantize import Int4, Int8
 from tagc.compressors.sketch import Sketch
 
 COMPRESSORS: dict[str, type[Compressor]] = {

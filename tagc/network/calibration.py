@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tagc.config import Config
-from tagc.device import count_cores
+from tagc.host.device import count_cores
 from tagc.network.link import Link, format_rate
 from tagc.network.select import dilate
 

@@ -1,7 +1,7 @@
 """The record of a run: its folder, its console, its mirror in W&B. Only rank 0 writes."""
 
+from tagc.host.files import prepare_run_dir
 from tagc.record.console import close_logging, get_console, setup_logging
-from tagc.record.files import prepare_run_dir
 from tagc.record.manifest import build_manifest, write_config, write_manifest
 from tagc.record.recorder import NullRecorder, Recorder
 from tagc.record.rows import load_rows

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 
-from tagc.record.files import explain_write_errors, prepare_run_dir
+from tagc.host.files import explain_write_errors, prepare_run_dir
 
 LOGGER_NAME = "tagc"
 PIPE_WIDTH = 100  # columns of a table when the output is not a terminal

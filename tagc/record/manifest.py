@@ -19,9 +19,9 @@ import yaml
 
 import tagc
 from tagc.config import Config, to_dict
-from tagc.device import count_cores
-from tagc.record.files import write_text_atomic
-from tagc.record.wandb_mirror import resolve_mode
+from tagc.host.device import count_cores
+from tagc.host.files import write_text_atomic
+from tagc.record.wandb.mirror import resolve_mode
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "hydra-core", "tagc")
 START_KEYS = ("started_at", "hostname", "git_commit", "git_dirty")

@@ -12,13 +12,13 @@ from typing import Any, Literal, Self
 
 from tagc.config import Config
 from tagc.errors import UserError
+from tagc.host.files import explain_write_errors, prepare_run_dir, write_text_atomic
 from tagc.record.console import get_console
-from tagc.record.files import explain_write_errors, prepare_run_dir, write_text_atomic
 from tagc.record.manifest import write_config, write_manifest
 from tagc.record.progress import StepDisplay
 from tagc.record.rows import MetricsFile, Row, clean_row, cut_rows, load_rows
 from tagc.record.summary import summarise
-from tagc.record.wandb_mirror import WandbMirror
+from tagc.record.wandb.mirror import WandbMirror
 
 Status = Literal["done", "failed", "interrupted"]
 RECORD = (

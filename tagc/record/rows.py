@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tagc.errors import UserError
-from tagc.record.files import explain_write_errors, write_text_atomic
+from tagc.host.files import explain_write_errors, write_text_atomic
 
 logger = logging.getLogger("tagc")
 Row = dict[str, Any]

@@ -18,7 +18,7 @@ def describe_code() -> dict[str, Any]:
 
     A commit that changes the documentation is the same code; a second edit of a dirty tree is not.
     """
-    from tagc.record.manifest import describe_git  # brings torch; see tagc/launch.py
+    from tagc.record.manifest import describe_git  # brings torch; see tagc/launch/launcher.py
 
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):

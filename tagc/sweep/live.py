@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from tagc.stop_request import block_signals
+from tagc.host.signals import block_signals
 from tagc.sweep.identity import Point
 from tagc.sweep.states import State, load_json, read_own_state
 
@@ -42,7 +42,7 @@ def live_table(points: Sequence[Point], sweep_dir: Path) -> Iterator[bool]:
         return
     from rich.live import Live
 
-    from tagc.launch import shield_resource_tracker
+    from tagc.launch.launcher import shield_resource_tracker
     from tagc.record.console import QUIET_VARIABLE
 
     sys.stdout.flush()

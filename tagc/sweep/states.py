@@ -89,7 +89,7 @@ def record_job(run_dir: Path, code: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     Errors: ``UserError`` when the folder cannot be written.
     """
-    from tagc.record.files import prepare_run_dir, write_text_atomic  # brings torch; see tagc/launch.py
+    from tagc.host.files import prepare_run_dir, write_text_atomic  # brings torch; see tagc/launch/launcher.py
 
     path = prepare_run_dir(run_dir) / "job.json"
     job = {

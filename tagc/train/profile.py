@@ -21,7 +21,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from tagc.config import TrainerConfig
-from tagc.record.files import explain_write_errors
+from tagc.host.files import explain_write_errors
 
 PROFILED_STEPS = 3
 BACKWARD = "autograd::engine::evaluate_function"  # how autograd names its operations in a trace

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tagc.comm.process_group import start_process_group
 from tagc.config import Config
 from tagc.data import DataInfo
-from tagc.device import resolve_device
+from tagc.host.device import resolve_device
+from tagc.host.signals import RESTART_VARIABLE, listen_in_rank
 from tagc.kernels import resolve_backend
 from tagc.network import leave_network
 from tagc.record import NullRecorder, Recorder, build_manifest, close_logging, setup_logging
-from tagc.stop_request import RESTART_VARIABLE, listen_in_rank
 from tagc.train.checkpoint import Checkpoints
+from tagc.train.process_group import start_process_group
 from tagc.train.profile import StepProfiler
 from tagc.train.trainer import Trainer
 

@@ -10,15 +10,22 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.claims import Evidence, judge, load_targets
-from analysis.identity import find_notices, label_arm, loss_setting
-from analysis.load import load_folder, load_recorded
-from analysis.loss_tables import make_equal_loss_sheet
-from analysis.losses import compare_losses
-from analysis.run_tables import make_setting_sheet
-from analysis.run_times import SERIES, compare_at_equal_time, compare_pair, compare_run_times, fits_cell, time_to_loss
-from analysis.schedules import compare_whole_schedules, steps_to_loss
-from analysis.stats import UNKNOWN, Estimate
+from analysis.numbers.losses import compare_losses
+from analysis.numbers.run_times import (
+    SERIES,
+    compare_at_equal_time,
+    compare_pair,
+    compare_run_times,
+    fits_cell,
+    time_to_loss,
+)
+from analysis.numbers.schedules import compare_whole_schedules, steps_to_loss
+from analysis.numbers.stats import UNKNOWN, Estimate
+from analysis.page.claims import Evidence, judge, load_targets
+from analysis.page.loss_tables import make_equal_loss_sheet
+from analysis.page.run_tables import make_setting_sheet
+from analysis.records.identity import find_notices, label_arm, loss_setting
+from analysis.records.load import load_folder, load_recorded
 from tests.analysis.conftest import loss_at
 
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from analysis.keep import keep_run
-from analysis.load import load_folder, load_kept, load_recorded, thin_rows
+from analysis.records.load import load_folder, load_kept, load_recorded, thin_rows
 from tagc.errors import UserError
 
 

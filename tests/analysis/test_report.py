@@ -14,8 +14,8 @@ import pytest
 
 from analysis import results
 from analysis.arms import STYLES
-from analysis.cell_tables import write_cell_tables
-from analysis.load import load_recorded
+from analysis.page.cell_tables import write_cell_tables
+from analysis.records.load import load_recorded
 from analysis.report import write_report
 from tagc.config import COMPRESSORS
 from tagc.errors import UserError

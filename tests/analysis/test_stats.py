@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis import stats
-from analysis.stats import bootstrap_median, mean_interval, spread
+from analysis.numbers import stats
+from analysis.numbers.stats import bootstrap_median, mean_interval, spread
 
 VALUES = st.lists(st.floats(-100, 100), min_size=2, max_size=12)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tagc.cli import compose_config
-from tagc.comm.traffic import UnitTraffic, plan_traffic
+from tagc.cli.entry import compose_config
 from tagc.model.gpt import GPT
+from tagc.predict.traffic import UnitTraffic, plan_traffic
 from tagc.train.parallel import list_units, unit_parameter_names
 
 NANO_PARAMETERS = 3_377_280

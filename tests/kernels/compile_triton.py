@@ -28,11 +28,11 @@ from triton.compiler import ASTSource
 from tagc.codec.hashing import SketchLayout, plan_layout
 from tagc.kernels.triton import (
     blocks,
-    blocks_kernels,
     launch,
     packed_kernels,
     peel,
     peel_kernels,
+    quantize_kernels,
     sample_kernels,
     sketch,
 )
@@ -99,8 +99,8 @@ def list_quantising(name: str, rest: tuple[dict[str, str], dict[str, Any], tuple
     for bits in (8, 4):
         cut = {"BITS": bits, "BLOCK": 256}
         sizes = cut | {"HAS_DECAY": True, "BLOCKS": blocks.blocks_per_program(256)}
-        yield Variant(blocks_kernels.quantize, f"{name} {bits} bits", sizes, *rest)
-        yield Variant(blocks_kernels.add_blocks, f"{name} {bits} bits", cut | {"TILE": launch.ELEMENT_TILE}, *rest)
+        yield Variant(quantize_kernels.quantize, f"{name} {bits} bits", sizes, *rest)
+        yield Variant(quantize_kernels.add_blocks, f"{name} {bits} bits", cut | {"TILE": launch.ELEMENT_TILE}, *rest)
 
 
 def list_sketching(layout: SketchLayout) -> Iterator[Variant]:

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import tagc.data
-from tagc import cli
+from tagc.cli import entry as cli
 from tagc.config import Config
-from tagc.launch import launch
+from tagc.launch.launcher import launch
 from tests.launch import workers
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tagc import rank_errors
 from tagc.config import Config
 from tagc.errors import UserError
-from tagc.rank_errors import record_exception
-from tagc.restarts import Attempt, begin_attempt, find_user_error
-from tagc.stop_request import RESTART_VARIABLE
+from tagc.host.signals import RESTART_VARIABLE
+from tagc.launch import failures
+from tagc.launch.attempts import Attempt, begin_attempt, find_user_error
+from tagc.launch.failures import record_exception
 
 
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rank_errors, "_LINGER_S", 0)
+    monkeypatch.setattr(failures, "_LINGER_S", 0)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv(RESTART_VARIABLE, "")
 

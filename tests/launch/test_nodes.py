@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tagc import array_launcher
-from tagc.array_launcher import check_same_request, wait_for_array
+from tagc.cli import slurm_array
+from tagc.cli.slurm import check_submission, hide_other_settings
+from tagc.cli.slurm_array import check_same_request, wait_for_array
 from tagc.config import Config, validate
 from tagc.errors import UserError
-from tagc.launch import launch
-from tagc.nodes import meet_nodes
-from tagc.slurm import check_submission, hide_other_settings
+from tagc.launch.launcher import launch
+from tagc.launch.nodes import meet_nodes
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_fail_fast_cancels_what_waits(fail_fast: bool, monkeypatch: pytest.Monke
         states["7_1"] = "COMPLETED"
         states["7_2"] = "CANCELLED" if cancelled else "COMPLETED"
 
-    monkeypatch.setattr(array_launcher, "read_states", lambda array_id: dict(states))
-    monkeypatch.setattr(array_launcher, "cancel_waiting", cancelled.append)
-    monkeypatch.setattr(array_launcher.time, "sleep", let_time_pass)
+    monkeypatch.setattr(slurm_array, "read_states", lambda array_id: dict(states))
+    monkeypatch.setattr(slurm_array, "cancel_waiting", cancelled.append)
+    monkeypatch.setattr(slurm_array.time, "sleep", let_time_pass)
     last = "CANCELLED" if fail_fast else "COMPLETED"
     assert wait_for_array("7", fail_fast) == {"7_0": "FAILED", "7_1": "COMPLETED", "7_2": last}
     assert cancelled == ["7"] * fail_fast

@@ -19,7 +19,7 @@ import pytest
 
 from tagc.train.checkpoint_files import list_checkpoints, read_info
 from tests.comm.harness import VOCAB
-from tests.record.offline_log import history_of, read_log
+from tests.record.wandb.offline_log import history_of, read_log
 from tests.train.harness import write_tokens
 
 pytestmark = pytest.mark.end_to_end

@@ -94,8 +94,8 @@ def hang(config: Config, data: Any, run_dir: str) -> None:
 
 def train_in_namespaces(config: Config, data: Any, run_dir: str) -> None:
     """Three FSDP2 steps of a tiny model; the summary compares counted bytes with those of the interface."""
-    from tagc.comm.process_group import start_process_group
     from tagc.network import build_link, leave_network
+    from tagc.train.process_group import start_process_group
     from tests.comm.harness import TinyRun, tiny_config
 
     start_process_group(config, torch.device("cpu"))
@@ -123,7 +123,7 @@ def train_in_namespaces(config: Config, data: Any, run_dir: str) -> None:
 
 def hang_in_namespace(config: Config, data: Any, run_dir: str) -> None:
     """As ``hang``, on a network of its own; leaves the namespace's name, too."""
-    from tagc.comm.process_group import start_process_group
+    from tagc.train.process_group import start_process_group
 
     start_process_group(config, torch.device("cpu"))
     dist.all_reduce(torch.ones(1))

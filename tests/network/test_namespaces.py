@@ -17,11 +17,11 @@ import pytest
 import tagc.data
 from tagc.config import BandwidthConfig, Config, NetworkConfig
 from tagc.errors import UserError
-from tagc.launch import launch
+from tagc.launch.launcher import launch
 from tagc.network import netns, open_network
 from tagc.network.namespaces import ENVIRONMENT_KEY, Host, NamespaceLink, NamespacesUnavailable, open_hosts
 from tests.launch import workers
-from tests.launch.test_launch import _check_interrupted, _start, _wait_for, _wait_for_end
+from tests.launch.test_launcher import _check_interrupted, _start, _wait_for, _wait_for_end
 
 RATE = 2.5e6
 

@@ -1,5 +1,5 @@
 """Compose a configuration as run.py would, without running anything."""
 
-from tagc.cli import compose_config
+from tagc.cli.entry import compose_config
 
 __all__ = ["compose_config"]

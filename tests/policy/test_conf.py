@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 import tagc.compressors
-from tagc.cli import CONF_DIR
+from tagc.cli.entry import CONF_DIR
 from tagc.config import COMPRESSORS, Config
 from tests.policy.compose import compose_config
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tagc.errors import UserError
+from tagc.host.files import write_text_atomic
 from tagc.record import NullRecorder, Recorder, build_manifest, load_rows, load_summary, setup_logging
-from tagc.record.files import write_text_atomic
 from tagc.record.rows import MetricsFile
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tagc.array_launcher import check_nothing_queued
+from tagc.cli.slurm_array import check_nothing_queued
 from tagc.errors import UserError
 from tests.slurm.daemons import Slurm, wait_until
 from tests.slurm.runs import ROOT, SETTINGS, STEPS, find_point, load_rows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tagc.cli.slurm import check_submission
 from tagc.errors import UserError
-from tagc.slurm import check_submission
 from tests.slurm.daemons import Slurm
 
 pytestmark = pytest.mark.slurm

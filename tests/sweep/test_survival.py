@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tagc.cli import compose_config
+from tagc.cli.entry import compose_config
 from tagc.sweep.identity import name_folder
 from tagc.sweep.states import State, read_state
 from tagc.train.checkpoint_files import list_checkpoints

@@ -7,10 +7,10 @@ each other's results are launches of their own; so results do not depend on the 
 """
 
 from tagc.kernels.reference import threshold_exact, threshold_lognormal
-from tagc.kernels.triton.blocks import decode_blocks, encode_blocks
 from tagc.kernels.triton.launch import explain_unusable
 from tagc.kernels.triton.packed import decode_packed, encode_packed
 from tagc.kernels.triton.peel import decode_sketch
+from tagc.kernels.triton.quantize import decode_blocks, encode_blocks
 from tagc.kernels.triton.sample import sample_values
 from tagc.kernels.triton.sketch import add_residual, encode_sketch
 

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.cost_model.inputs import CodecTimes, build_workload, compute_shares, make_units
 from experiments.cost_model.scale import find_last
-from tagc.cli import compose_config
+from tagc.cli.entry import compose_config
 
 VOCAB = 4096
 

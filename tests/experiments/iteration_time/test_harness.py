@@ -13,7 +13,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from analysis.cells import load_cells
+from analysis.records.cells import load_cells
 from experiments.iteration_time.__main__ import find_open_cells, measure_plan
 from experiments.iteration_time.arms import build_trainer, count_state_bytes
 from experiments.iteration_time.closed_form import sent_bytes

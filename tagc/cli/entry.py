@@ -1,0 +1,182 @@
+"""Between Hydra and the rest: the only module beside ``tagc/config.py`` that knows what Hydra is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from tagc.cli.messages import check_keys, explain
+from tagc.cli.slurm_array import register_launcher
+from tagc.config import Config, from_omegaconf
+from tagc.errors import SweepStopped, UserError
+from tagc.launch.launcher import RunInterrupted, launch
+from tagc.sweep.jobs import run_point
+from tagc.sweep.states import State, load_json, read_state
+
+CONF_DIR = Path(__file__).parents[2] / "conf"
+
+
+def register_schema() -> None:
+    """Make the schema known to Hydra as ``base_config``, so that it types what the files and overrides set.
+
+    And the launcher of ``cluster=slurm``.
+    """
+    ConfigStore.instance().store(name="base_config", node=Config)
+    register_launcher()
+
+
+def to_config(composed: DictConfig, choices: Mapping[str, Any] | None = None) -> Config:
+    """Validate what Hydra composed; ``choices``: the option of each group, of the running job by default.
+
+    Errors: ``UserError`` naming the key, the value and the remedy.
+    """
+    check_keys(composed)
+    if choices is None and HydraConfig.initialized():
+        choices = HydraConfig.get().runtime.choices
+    for group in (item.name for item in fields(Config) if (CONF_DIR / item.name).is_dir()):
+        choice = group if choices is None else choices.get(group)
+        if not isinstance(choice, str) and group != "experiment":
+            raise UserError(f"{group}={choice}: choose exactly one option of conf/{group}/ (a sweep needs -m)")
+    return from_omegaconf(composed)
+
+
+def compose_config(overrides: Iterable[str]) -> Config:
+    """The validated configuration that ``python run.py OVERRIDES`` would run; nothing is run."""
+    register_schema()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return to_config(compose("config", overrides=list(overrides)))
+
+
+def launch_job(config: Config) -> None:
+    """Run ``config`` in the folder that Hydra made for this job, and print the run's table."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    is_point = HydraConfig.get().mode is RunMode.MULTIRUN
+    if config.sweep.only is not None and not is_point:
+        raise UserError(f"sweep.only={config.sweep.only} picks a point of a sweep; add -m")
+    with log_lines_shown():
+        summary = run_point(config, run_dir, launch) if is_point else launch(config, run_dir)
+    if summary and not JobReport.has_live_table:  # on a run's other nodes there is no summary
+        _print_table([summary])
+    if is_point and config.sweep.only is None and "stop_signal" in summary and JobReport.has_more():
+        raise RunInterrupted(summary["stop_signal"])  # this point is done; the sweep was asked to end
+
+
+@contextlib.contextmanager
+def log_lines_shown() -> Iterator[None]:
+    """What the launcher itself says (making the data, setting an old record aside) goes to stdout; ranks log alone."""
+    logger = logging.getLogger("tagc")
+    level, handler = logger.level, logging.StreamHandler(sys.stdout)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # Hydra's root logger would say every line again
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = True
+
+
+def _load_job(run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+    """A point's summary, as far as there is one, with its state, its folder and the overrides that made it."""
+    state = {"status": str(read_state(run_dir)), "run_dir": str(run_dir), "overrides": overrides}
+    return {**load_json(run_dir / "summary.json"), **state}
+
+
+def _print_table(summaries: list[dict[str, Any]]) -> None:
+    from tagc.record import print_table  # brings torch; see tagc/launch/launcher.py
+
+    try:
+        print_table(summaries)
+    except (OSError, SystemExit):  # a full disk or a closed pipe behind stdout; rich turns the latter into an exit
+        sys.stderr.write("the table could not be written to stdout; the summaries are in the run folders\n")
+
+
+def explain_error(error: Exception) -> str | None:
+    """The message for an error that a user can mend, or ``None`` for a fault of the program."""
+    return explain(error, sys.argv[1:], CONF_DIR)
+
+
+class _JobFailed(BaseException):
+    """Carries a job's exception past Hydra, which would print a line of its own before raising it again."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class JobReport(Callback):
+    """Tells of each failed job of a sweep when it fails, and shows one table of all jobs at the end."""
+
+    points: list[tuple[Path, list[str]]] | None = None  # folder and overrides; of the sweep that runs in this process
+    has_live_table = False  # a table of the sweep's points is shown while they run
+
+    @classmethod
+    def has_more(cls) -> bool:
+        """Whether a sweep runs in this process and points of it are not done."""
+        return any(read_state(folder) is not State.DONE for folder, _ in cls.points or ())
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Tell of a failed job; in a sweep the others still run."""
+        if job_return.status is not JobStatus.FAILED:
+            return
+        error = job_return._return_value
+        if config.hydra.mode is not RunMode.MULTIRUN:
+            raise _JobFailed(error)
+        message = explain_error(error) or f"{type(error).__name__}: {error}"
+        overrides = " ".join(job_return.overrides or [])
+        sys.stderr.write(f"error in job {config.hydra.job.num} ({overrides}): {message}\n")
+        if config.sweep.fail_fast and JobReport.points is not None:
+            raise SweepStopped
+
+    @classmethod
+    def show(cls) -> None:
+        """One row per point of the sweep, those that were done before included."""
+        _print_table([_load_job(*point) for point in cls.points or ()])
+
+
+def run(main: Callable[[], None]) -> int:
+    """Call the Hydra entry ``main`` and return the exit code; what a user can mend is one message on stderr.
+
+    With ``HYDRA_FULL_ERROR=1`` in the environment every error keeps its traceback.
+    """
+    full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets exceptions through instead of printing and exiting itself
+    try:
+        main()
+        return 0
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except RunInterrupted as stop:
+        hint = "; the same command continues from the newest checkpoint" if stop.can_continue else ""
+        return _say(f"interrupted by {stop.signal.name}; the ranks have ended{hint}", int(stop.code or 0))
+    except _JobFailed as failed:
+        error = failed.error
+    except Exception as other:
+        error = other
+    finally:
+        if not full_error:
+            del os.environ["HYDRA_FULL_ERROR"]
+        JobReport.show()
+    message = explain_error(error)
+    if full_error or message is None:
+        raise error
+    return _say(f"error: {message}", 1)
+
+
+def _say(message: str, exit_code: int) -> int:
+    sys.stderr.write(message + "\n")
+    return exit_code
