@@ -27,11 +27,11 @@ from triton.compiler import ASTSource
 
 from tagc.codec.hashing import SketchLayout, plan_layout
 from tagc.kernels.triton import (
-    blocks,
     launch,
     packed_kernels,
     peel,
     peel_kernels,
+    quantize,
     quantize_kernels,
     sample_kernels,
     sketch,
@@ -98,7 +98,7 @@ def list_quantising(name: str, rest: tuple[dict[str, str], dict[str, Any], tuple
     """The kernels of block quantisation."""
     for bits in (8, 4):
         cut = {"BITS": bits, "BLOCK": 256}
-        sizes = cut | {"HAS_DECAY": True, "BLOCKS": blocks.blocks_per_program(256)}
+        sizes = cut | {"HAS_DECAY": True, "BLOCKS": quantize.blocks_per_program(256)}
         yield Variant(quantize_kernels.quantize, f"{name} {bits} bits", sizes, *rest)
         yield Variant(quantize_kernels.add_blocks, f"{name} {bits} bits", cut | {"TILE": launch.ELEMENT_TILE}, *rest)
 
