@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -57,9 +58,9 @@ def make_config(case: str, ranks: int = 2, **trainer: Any) -> Config:
     return config
 
 
-def build_trainer(config: Config, data: DataInfo) -> Trainer:
-    """A trainer as the worker builds it."""
-    return Trainer(config, data, torch.device("cpu"), resolve_backend("reference")[1])
+def build_trainer(config: Config, data: DataInfo, kernels: ModuleType | None = None) -> Trainer:
+    """A trainer as the worker builds it, on the reference backend unless given another one."""
+    return Trainer(config, data, torch.device("cpu"), kernels or resolve_backend("reference")[1])
 
 
 def train_until(trainer: Trainer, step: int, checkpoints: Checkpoints | None = None) -> list[dict[str, Any]]:
