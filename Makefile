@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two stages: the training needs a third of what the tests need (Triton alone is 1 GB, and of use on a GPU only).
+RUN_STAMP := $(VENV)/.installed-run
 STAMP := $(VENV)/.installed
 SOURCES := run.py tagc tests experiments analysis
 
@@ -16,14 +18,26 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## create .venv and install everything under constraints.txt (a second time: nothing to do)
 
-$(STAMP): pyproject.toml constraints.txt
+# --no-compile: Python compiles what it imports at first use, which is less than all that is installed
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet --progress-bar off -c constraints.txt
+
+$(RUN_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "tagc needs Python 3.11 or newer; name one: make setup PYTHON=python3.12"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "1/3 creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2/3 installing torch (760 MB on disk in its CPU build)"
+	@$(INSTALL) torch
+	@echo "3/3 installing what training needs: numba, Hydra, W&B, tokenizers (400 MB)"
+	@$(INSTALL) -e '.[lab]'
 	@touch $@
 
-run: $(STAMP)  ## run the main job: nano GPT, 2 ranks, TAGC-2, built-in data (ARGS=... adds overrides)
+$(STAMP): $(RUN_STAMP)
+	@echo "installing what tests, checks and analysis need: pytest, mypy, pandas, Triton (1 GB); a minute or two"
+	@$(INSTALL) -e '.[dev]'
+	@touch $@
+
+run: $(RUN_STAMP)  ## run the main job: nano GPT, 2 ranks, TAGC-2, built-in data (ARGS=... adds overrides)
 	$(BIN)/python run.py experiment=main $(ARGS)
 
 test: $(STAMP)  ## run the tests (ARGS=... goes to pytest)
@@ -41,7 +55,7 @@ bench: $(STAMP)  ## time the kernels against a copy, once their tests pass (QUIC
 gpu-check: $(STAMP)  ## on a machine with a GPU: kernel tests, waits, speed, GPT-2 steps (6 minutes at most)
 	$(BIN)/python -m experiments.gpu_check $(ARGS)
 
-wandb-sync: $(STAMP)  ## upload to W&B what it lacks of the runs in outputs/ and multirun/ (ARGS=... names other folders)
+wandb-sync: $(RUN_STAMP)  ## upload to W&B what it lacks of the runs in outputs/ and multirun/ (ARGS=... names other folders)
 	$(BIN)/python -m tagc.record.wandb.sync $(ARGS)
 
 wandb-dashboard: $(STAMP)  ## save the dashboard as a view of the W&B project (ARGS="--project NAME"; --print sends nothing)
