@@ -1,4 +1,4 @@
-"""The README's results section, made from recorded rows between two markers.
+"""The results page (docs/results.md), made from recorded rows between two markers.
 
 python -m analysis.results            # rewrite it (make results)
 python -m analysis.results --check    # exit code 1 if it is not current
@@ -26,7 +26,7 @@ from tagc.errors import UserError
 from tagc.host.files import write_text_atomic
 
 ROOT = Path(__file__).parents[1]
-README, ROWS = ROOT / "README.md", ROOT / "experiments"
+PAGE, ROWS = ROOT / "docs" / "results.md", ROOT / "experiments"
 BEGIN = "<!-- results: made by `make results` from experiments/, do not edit -->"
 END = "<!-- /results -->"
 WIDTH = 120
@@ -165,9 +165,9 @@ def _wrap(text: str) -> str:
 
 
 def replace_section(readme: str, text: str) -> str:
-    """The README with this text between the markers. Errors: ``UserError`` if a marker is missing."""
+    """The page with this text between the markers. Errors: ``UserError`` if a marker is missing."""
     if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise UserError(f"README.md needs the lines\n{BEGIN}\n{END}\nonce each, around its results")
+        raise UserError(f"docs/results.md needs the lines\n{BEGIN}\n{END}\nonce each, around its results")
     head, rest = readme.split(BEGIN)
     return f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
 
@@ -177,12 +177,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if the section is not current")
     options = parser.parse_args()
-    present = README.read_text(encoding="utf-8")
+    present = PAGE.read_text(encoding="utf-8")
     current = replace_section(present, make_results(load_recorded([ROWS])))
     if options.check:
-        sys.stdout.write("current\n" if current == present else "README.md's results are not current: make results\n")
+        sys.stdout.write("current\n" if current == present else "docs/results.md is not current: make results\n")
         return int(current != present)
-    write_text_atomic(README, current)
+    write_text_atomic(PAGE, current)
     return 0
 
 

@@ -100,12 +100,12 @@ def test_the_committed_tables_of_cells_are_current(tmp_path):
         assert path.read_text() == (EXPERIMENT / path.name).read_text(), f"{path.name} is not current: make report"
 
 
-def test_the_results_in_the_readme_are_current():
-    readme = results.README.read_text()
-    current = results.replace_section(readme, results.make_results(load_recorded([results.ROWS])))
-    assert current == readme, "README.md's results are not current: make results"
+def test_the_results_page_is_current():
+    page = results.PAGE.read_text()
+    current = results.replace_section(page, results.make_results(load_recorded([results.ROWS])))
+    assert current == page, "docs/results.md is not current: make results"
     with pytest.raises(UserError, match="once each"):
-        results.replace_section(readme.replace(results.END, ""), "text")
+        results.replace_section(page.replace(results.END, ""), "text")
 
 
 def test_runs_that_hold_little_still_make_a_page(tmp_path):

@@ -20,7 +20,7 @@ from tests.policy.compose import compose_config
 from tests.policy.sources import ROOT
 
 README = ROOT / "README.md"
-PAGES = sorted(page for pattern in ("*.md", "experiments/**/*.md", "slurm/*.md") for page in ROOT.glob(pattern))
+PAGES = sorted(page for pattern in ("*.md", "docs/*.md", "experiments/**/*.md", "slurm/*.md") for page in ROOT.glob(pattern))
 
 
 def find_commands(markdown: str) -> list[list[str]]:
@@ -46,7 +46,10 @@ def compose_command(arguments: list[str]) -> int:
 
 
 def _commands(program: str) -> list[list[str]]:
-    return [c for c in find_commands(README.read_text()) if c[0] == program] if README.exists() else []
+    """Of the README and of docs/, each command once."""
+    pages = [README, *sorted(ROOT.glob("docs/*.md"))]
+    commands = {tuple(c): c for page in pages for c in find_commands(page.read_text()) if c[0] == program}
+    return list(commands.values())
 
 
 def test_the_readme_shows_both_first_commands_and_a_run() -> None:
