@@ -20,7 +20,9 @@ from tests.policy.compose import compose_config
 from tests.policy.sources import ROOT
 
 README = ROOT / "README.md"
-PAGES = sorted(page for pattern in ("*.md", "docs/*.md", "experiments/**/*.md", "slurm/*.md") for page in ROOT.glob(pattern))
+PAGES = sorted(
+    page for pattern in ("*.md", "docs/*.md", "experiments/**/*.md", "slurm/*.md") for page in ROOT.glob(pattern)
+)
 
 
 def find_commands(markdown: str) -> list[list[str]]:
