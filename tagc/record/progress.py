@@ -9,27 +9,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tagc.record.columns import STEP_COLUMNS
+
 logger = logging.getLogger("tagc")
 
 
-def format_step_time(milliseconds: float) -> str:
-    """``1.02 s/step``, or ``87 ms/step`` below one second."""
-    return f"{milliseconds / 1e3:.2f} s/step" if milliseconds >= 1e3 else f"{milliseconds:.0f} ms/step"
-
-
-def describe_step(row: dict[str, Any], iteration_ms: float | None) -> list[str]:
-    """Loss, validation loss, step time and bytes of a row, as far as it has them."""
-    parts = []
-    if "train_loss" in row:
-        loss = row["train_loss"]
-        parts.append("loss not finite" if loss is None else f"loss {loss:.3f}")
-    if row.get("val_loss") is not None:
-        parts.append(f"val loss {row['val_loss']:.3f}")
-    if iteration_ms is not None:
-        parts.append(format_step_time(iteration_ms))
-    if row.get("wire_bytes") is not None:
-        parts.append(f"{row['wire_bytes'] / 1e6:.1f} MB/step")
-    return parts
+def describe_step(row: dict[str, Any]) -> list[str]:
+    """What the declared columns say of a row on the console: losses, step time and bytes, as far as it has them."""
+    shown = [column for column in STEP_COLUMNS if column.line and column.name in row]
+    parts = [column.line(row[column.name]) for column in shown if column.line]
+    return [part for part in parts if part]
 
 
 class StepDisplay:
@@ -60,7 +49,7 @@ class StepDisplay:
         if row.get("iteration_ms") is not None:
             self._since_line_ms.append(row["iteration_ms"])
         if self._bar is not None:
-            note = "  ".join(describe_step(row, row.get("iteration_ms")))
+            note = "  ".join(describe_step(row))
             self._bar.update(self._task, completed=row["step"], note=note)
         step = row["step"]
         due = step % self._console_every == 0 or step >= self._total or row.get("val_loss") is not None
@@ -70,7 +59,8 @@ class StepDisplay:
 
     def _write_line(self, row: dict[str, Any]) -> None:
         iteration_ms = median(self._since_line_ms) if self._since_line_ms else None
-        text = "  ".join([f"step {row['step']}/{self._total}", *describe_step(row, iteration_ms)])
+        shown = describe_step(row | {"iteration_ms": iteration_ms})
+        text = "  ".join([f"step {row['step']}/{self._total}", *shown])
         logger.info(text, extra={"step_line": True})
         self._first, self._unshown = False, None
         self._since_line_ms.clear()

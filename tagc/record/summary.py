@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,7 @@ import numpy as np
 
 from tagc.config import Config
 from tagc.errors import UserError
-
-TIME_KEYS = ("compute_ms", "encode_ms", "exchange_ms", "decode_ms", "gather_ms", "exposed_comm_ms")
-CPU_TIME_KEYS = ("compute_cpu_ms", "encode_cpu_ms", "decode_cpu_ms")
-BYTE_KEYS = (
-    "wire_bytes",
-    "grad_wire_bytes",
-    "value_wire_bytes",
-    "index_wire_bytes",
-    "return_wire_bytes",
-    "param_wire_bytes",
-)
-LINK_KEYS = ("link_sent_bytes", "link_received_bytes")  # what the interface counted, where it counts
-MEAN_KEYS = ("achieved_sparsity", "union_density", "peeled_frac", "fidelity_cosine", "fidelity_rel_error")
+from tagc.record.columns import STEP_COLUMNS, Column
 
 
 def _is_number(value: Any) -> bool:
@@ -47,63 +35,80 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
     return float(np.percentile(values, percent)) if values else None
 
 
-def _mean_of_last_losses(rows: Sequence[dict[str, Any]], count: int = 10) -> float | None:
-    """Mean training loss of the last rows; None when one of them diverged, so that a NaN is not averaged away."""
-    losses = [row["train_loss"] for row in rows[-count:] if "train_loss" in row]
-    return _mean(losses) if losses and all(_is_number(loss) for loss in losses) else None
+def _mean_of_last(rows: Sequence[dict[str, Any]], key: str, count: int) -> float | None:
+    """Mean over the last rows; None when one of them holds no number, so that a NaN is not averaged away."""
+    values = [row[key] for row in rows[-count:] if key in row]
+    return _mean(values) if values and all(_is_number(value) for value in values) else None
 
 
-def _tokens_per_s(timed: Sequence[dict[str, Any]]) -> float | None:
-    tokens, iteration_ms = _percentile(_numbers(timed, "tokens"), 50), _percentile(_numbers(timed, "iteration_ms"), 50)
-    return 1e3 * tokens / iteration_ms if tokens is not None and iteration_ms else None
+class _Numbers:
+    """Values of a column: of all rows, of those whose time counts, and of those whose bytes and shares count."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], warmup_steps: int) -> None:
+        self.rows = rows
+        self.timed = [row for row in rows[warmup_steps:] if _is_timed(row)]
+        self.counted = self.timed or rows  # bytes and shares need no warm-up, so a very short run still has them
+
+    def percentile(self, key: str, percent: float) -> float | None:
+        return _percentile(_numbers(self.timed, key), percent)
+
+    def mean(self, key: str) -> float | None:
+        return _mean(_numbers(self.counted, key))
+
+    def per_second(self, key: str) -> float | None:
+        count, iteration_ms = self.percentile(key, 50), self.percentile("iteration_ms", 50)
+        return 1e3 * count / iteration_ms if count is not None and iteration_ms else None
+
+    def last_number(self, key: str) -> float | None:
+        return next((row[key] for row in reversed(self.rows) if _is_number(row.get(key))), None)
+
+
+#: statistic of a column (:data:`tagc.record.columns.STATISTICS`) -> its numbers, in the order of its names
+_COMPUTE: dict[str, Callable[[_Numbers, str], tuple[float | None, ...]]] = {
+    "spread": lambda numbers, key: tuple(numbers.percentile(key, percent) for percent in (50, 20, 80)),
+    "median": lambda numbers, key: (numbers.percentile(key, 50),),
+    "rate": lambda numbers, key: (numbers.per_second(key),),
+    "per_step": lambda numbers, key: (numbers.mean(key),),
+    "mean": lambda numbers, key: (numbers.mean(key),),
+    "loss": lambda numbers, key: tuple(_mean_of_last(numbers.rows, key, count) for count in (1, 10)),
+    "last_number": lambda numbers, key: (numbers.last_number(key),),
+    "last": lambda numbers, key: (numbers.rows[-1].get(key) if numbers.rows else None,),
+}
+
+
+def _summarise_column(column: Column, numbers: _Numbers) -> dict[str, float | None]:
+    return dict(zip(column.summary_names, _COMPUTE[column.summary](numbers, column.name), strict=True))
 
 
 def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
-    """The numbers of ``summary.json`` without ``status``.
+    """The numbers of ``summary.json`` without ``status``: the run's settings, and the declared columns' statistics.
 
     Left out of every time, byte count and share: the first ``trainer.timing_warmup_steps`` rows, as many after each
     restart (``resumed``), rows with a fidelity diagnostic (it runs without overlap) or under the profiler, and rows
     before the link was capped (``network.time_dilation=auto`` measures in them); ``timed_steps`` says how many are
-    left. Times are medians over those (``iteration_ms`` and ``scaled_iteration_ms``, measured time over dilation, with
-    the 20th and 80th percentile too), bytes and shares are means over those that have the key. ``time_dilation`` is the
-    last row's. ``tokens_per_s`` is median tokens over median iteration time. ``train_loss`` is the last row's,
-    ``train_loss_last10`` the mean of the last ten, ``val_loss`` the last one measured. What no row holds is ``None``.
+    left. Which statistic a column gets, and under which names, :mod:`tagc.record.columns` says. A number that no row
+    holds is ``None``.
 
     Example: three rows of 10, 20 and 30 ms after the warm-up give a median of 20, _p20 of 14 and _p80 of 26.
     """
-    timed = [row for row in rows[config.trainer.timing_warmup_steps :] if _is_timed(row)]
-    counted = timed or rows  # bytes and shares need no warm-up, so a very short run still has them
-    val_losses = _numbers(rows, "val_loss")
-    last_loss = rows[-1].get("train_loss") if rows else None
+    numbers = _Numbers(rows, config.trainer.timing_warmup_steps)
     summary: dict[str, Any] = {
         "experiment": config.experiment,
         "compressor": config.compressor.name,
         "bandwidth": config.bandwidth.label,
         "rate_mbps": config.bandwidth.rate_mbps,
         "network": config.network.name,
-        "time_dilation": rows[-1].get("time_dilation") if rows else None,
         "reference_gpu": config.network.reference_gpu if config.network.time_dilation == "auto" else None,
         "ranks": config.cluster.ranks,
         "model": config.model.name,
         "seed": config.seed,
         "steps": len(rows),
-        "timed_steps": len(timed),
+        "timed_steps": len(numbers.timed),
     }
-    for key in ("iteration_ms", "scaled_iteration_ms"):
-        values = _numbers(timed, key)
-        summary |= {
-            f"{key}_{name}": _percentile(values, percent)
-            for name, percent in (("median", 50), ("p20", 20), ("p80", 80))
-        }
-    summary |= {f"{key}_median": _percentile(_numbers(timed, key), 50) for key in TIME_KEYS + CPU_TIME_KEYS + LINK_KEYS}
-    summary["tokens_per_s"] = _tokens_per_s(timed)
-    summary |= {f"{key}_per_step": _mean(_numbers(counted, key)) for key in BYTE_KEYS}
-    summary |= {
-        "train_loss": last_loss if _is_number(last_loss) else None,
-        "train_loss_last10": _mean_of_last_losses(rows),
-        "val_loss": val_losses[-1] if val_losses else None,
-    }
-    return summary | {key: _mean(_numbers(counted, key)) for key in MEAN_KEYS}
+    for column in STEP_COLUMNS:
+        if column.summary:
+            summary |= _summarise_column(column, numbers)
+    return summary
 
 
 def load_summary(run_dir: Path) -> dict[str, Any]:

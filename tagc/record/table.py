@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tagc.network.link import format_rate
+from tagc.record.columns import STEP_COLUMNS, Column
 from tagc.record.console import get_console
 
 MISSING = "-"
@@ -24,50 +25,22 @@ def _format(value: Any, form: Callable[[Any], str]) -> str:
     return MISSING if value is None else form(value)
 
 
-def _bytes(value: Any) -> str:
-    return _format(value, lambda count: decimal(round(count)))
+def _milliseconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _percent(value: Any) -> str:
-    return _format(value, lambda share: f"{share:.1%}")
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:.2f}" if count < 1e7 else f"{count / 1e6:.0f}"
 
 
-def _loss(value: Any) -> str:
-    return _format(value, lambda loss: f"{loss:.3f}")
-
-
-def _milliseconds(value: Any) -> str:
-    return _format(value, lambda ms: f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}")
-
-
-def _median(summary: Summary) -> str:
-    return _milliseconds(summary.get("iteration_ms_median"))
-
-
-def _spread(summary: Summary, key: str = "iteration_ms") -> str:
-    """20th and 80th percentile of the iteration time, in ms."""
-    if summary.get(f"{key}_p20") is None:
-        return MISSING
-    return f"{_milliseconds(summary[f'{key}_p20'])}-{_milliseconds(summary.get(f'{key}_p80'))}"
-
-
-def _scaled(summary: Summary) -> str:
-    """Iteration time over time dilation; only where there is one."""
-    if summary.get("time_dilation") in (None, 1):
-        return MISSING
-    key = "scaled_iteration_ms"
-    return f"{_milliseconds(summary.get(f'{key}_median'))} ({_spread(summary, key)})"
-
-
-def _megabytes(kind: str) -> Callable[[Summary], str]:
-    def form(count: float) -> str:
-        return f"{count / 1e6:.2f}" if count < 1e7 else f"{count / 1e6:.0f}"
-
-    return lambda summary: _format(summary.get(f"{kind}wire_bytes_per_step"), form)
-
-
-def _wire(kind: str) -> Callable[[Summary], str]:
-    return lambda summary: _bytes(summary.get(f"{kind}wire_bytes_per_step"))
+#: unit of a column -> how tables show its values
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "ms": _milliseconds,
+    "bytes": lambda count: decimal(round(count)),
+    "share": lambda share: f"{share:.1%}",
+    "nats": lambda loss: f"{loss:.3f}",
+    "tokens": lambda rate: f"{rate:,.0f}",
+}
 
 
 def _link(summary: Summary) -> str:
@@ -81,56 +54,46 @@ def _link(summary: Summary) -> str:
     return f"{name}: {format_rate(rate_mbps / dilation)}{dilated}, {summary.get('network', MISSING)}"
 
 
-def _phases(summary: Summary) -> str:
-    names = {"compute": "compute", "exposed_comm": "exposed communication"}
-    return "  ".join(f"{label} {_milliseconds(summary.get(f'{name}_ms_median'))}" for name, label in names.items())
-
-
-def _busy(summary: Summary) -> str:
-    names = ("encode", "exchange", "decode")
-    return "  ".join(f"{name} {_milliseconds(summary.get(f'{name}_ms_median'))}" for name in names)
-
-
-def _losses(summary: Summary) -> str:
-    return f"{_loss(summary.get('train_loss'))} (last 10: {_loss(summary.get('train_loss_last10'))})"
-
-
-ONE_RUN: tuple[tuple[str, Callable[[Summary], str]], ...] = (
+HEAD: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("status", lambda s: str(s.get("status", MISSING))),
     ("error", lambda s: str(s.get("error", MISSING))),
     ("run", lambda s: f"{s.get('model', MISSING)}, {s.get('ranks', MISSING)} ranks, seed {s.get('seed', MISSING)}"),
     ("compressor", lambda s: str(s.get("compressor", MISSING))),
     ("bandwidth", _link),
     ("steps (timed)", lambda s: f"{s.get('steps', MISSING)} ({s.get('timed_steps', MISSING)})"),
-    ("iteration ms, median (p20-p80)", lambda s: f"{_median(s)} ({_spread(s)})"),
-    ("  over time dilation", _scaled),
-    ("of which ms, medians", _phases),
-    ("busy ms, may overlap", _busy),
-    ("tokens per second", lambda s: _format(s.get("tokens_per_s"), lambda rate: f"{rate:,.0f}")),
-    ("gradient bytes per step", _wire("grad_")),
-    ("  values", _wire("value_")),
-    ("  index", _wire("index_")),
-    ("  returned", _wire("return_")),
-    ("parameter bytes per step", _wire("param_")),
-    ("all bytes per step", _wire("")),
-    ("train loss", _losses),
-    ("validation loss", lambda s: _loss(s.get("val_loss"))),
-    ("sparsity", lambda s: _percent(s.get("achieved_sparsity"))),
-    ("union density", lambda s: _percent(s.get("union_density"))),
-    ("peeled", lambda s: _percent(s.get("peeled_frac"))),
 )
 
-MANY_RUNS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
-    ("step\nms", _median),
-    ("p20-p80", _spread),
-    ("grad\nMB", _megabytes("grad_")),
-    ("all\nMB", _megabytes("")),
-    ("train\nloss", lambda s: _loss(s.get("train_loss"))),
-    ("val\nloss", lambda s: _loss(s.get("val_loss"))),
-    ("spar-\nsity", lambda s: _percent(s.get("achieved_sparsity"))),
-    ("union", lambda s: _percent(s.get("union_density"))),
-    ("peeled", lambda s: _percent(s.get("peeled_frac"))),
-)
+
+def _show(column: Column, summary: Summary) -> str:
+    """A column's numbers in one text."""
+    first, *rest = (_format(summary.get(name), FORMATS.get(column.unit, str)) for name in column.summary_names)
+    if column.summary == "spread":
+        return f"{first} ({_join_spread(rest)})"
+    return f"{first} (last 10: {rest[0]})" if column.summary == "loss" else first
+
+
+def _join_spread(ends: Sequence[str]) -> str:
+    return MISSING if MISSING in ends else "-".join(ends)
+
+
+def _measured_rows(summary: Summary) -> dict[str, str]:
+    """The final table's rows of declared columns; several columns may share a row."""
+    rows: dict[str, str] = {}
+    for column in STEP_COLUMNS:
+        if column.final is None:
+            continue
+        name, label = column.final
+        is_same_as_measured = column.name == "scaled_iteration_ms" and summary.get("time_dilation") in (None, 1)
+        value = MISSING if is_same_as_measured else _show(column, summary)
+        rows[name] = f"{rows[name]}  {label} {value}" if name in rows else f"{label} {value}".lstrip()
+    return rows
+
+
+def _sweep_cells(column: Column, summary: Summary) -> list[str]:
+    """A column's numbers in a sweep's table, one per heading."""
+    form = _megabytes if column.unit == "bytes" else FORMATS.get(column.unit, str)
+    first, *rest = (_format(summary.get(name), form) for name in column.summary_names)
+    return [first, _join_spread(rest)] if column.summary == "spread" else [first]
 
 
 def final_table(summary: Summary) -> Table:
@@ -138,9 +101,9 @@ def final_table(summary: Summary) -> Table:
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in ONE_RUN:
-        if name != "error" or "error" in summary:
-            table.add_row(Text(name), Text(value(summary)))
+    head = {name: value(summary) for name, value in HEAD if name != "error" or "error" in summary}
+    for name, text in (head | _measured_rows(summary)).items():
+        table.add_row(Text(name), Text(text))
     return table
 
 
@@ -168,11 +131,13 @@ def sweep_table(summaries: Sequence[Summary], columns: Sequence[str] | None = No
     table.add_column("#", justify="right")
     for key in columns:
         table.add_column(HEADERS.get(key, key), no_wrap=True)
-    for name, _ in MANY_RUNS:
-        table.add_column(name, justify="right", no_wrap=True)
+    measured = [column for column in STEP_COLUMNS if column.sweep]
+    for heading in (heading for column in measured for heading in column.sweep):
+        table.add_column(heading, justify="right", no_wrap=True)
     for number, summary in enumerate(summaries):
         settings = [Text(str(summary.get(key, MISSING))) for key in columns]
-        table.add_row(str(number), *settings, *(Text(value(summary)) for _, value in MANY_RUNS))
+        numbers = [Text(text) for column in measured for text in _sweep_cells(column, summary)]
+        table.add_row(str(number), *settings, *numbers)
     return table
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from tagc.record import console as console_module
 from tagc.record import print_table, setup_logging, summarise
-from tagc.record.progress import StepDisplay, format_step_time
+from tagc.record.columns import format_step_time
+from tagc.record.progress import StepDisplay
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -187,8 +188,8 @@ def test_the_table_of_a_sweep_fits_a_pipe(summary) -> None:
     table, folders = print_in_pipe([summary, other]).split("run folders:")
     assert "ranks 2, model nano" in table
     first, second = (line for line in table.splitlines() if re.match(r" +[01] ", line))
-    assert " ".join(first.split()) == "0 tagc2 unlimited 0 1000 1000-1000 1.20 8.10 7.000 7.123 80.0% 36.1% 99.9%"
-    assert second.split()[:6] == ["1", "fsdp", "100mbps", "1", "12345", "12000-13000"]
+    assert " ".join(first.split()) == "0 tagc2 unlimited 0 7.000 7.123 1000 1000-1000 1.20 8.10 80.0% 36.1% 99.9%"
+    assert second.split()[:8] == ["1", "fsdp", "100mbps", "1", "7.000", "7.123", "12345", "12000-13000"]
     assert max(map(len, table.splitlines())) <= 100
     assert folders.count(summary["run_dir"]) == 2
 

@@ -18,11 +18,12 @@ import yaml
 
 from tagc.config import BandwidthConfig, flatten
 from tagc.errors import UserError
+from tagc.record.columns import LAYER_COLUMNS
 from tagc.record.rows import Row, RowReader
 
 INIT_TIMEOUT_S = 20.0
-LAYER_KEYS = ("density", "union_density", "threshold", "residual_norm", "ratio", "peeled_frac")
-HISTOGRAM_KEYS = ("density", "threshold", "residual_norm")  # over the layers of one step
+LAYER_KEYS = tuple(column.name for column in LAYER_COLUMNS if column.kind is float)
+HISTOGRAM_KEYS = tuple(column.name for column in LAYER_COLUMNS if column.histogram)  # over the layers of one step
 HISTOGRAM_BINS = 16
 
 
