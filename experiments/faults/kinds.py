@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from experiments.faults.training import Run
-from tagc.launch.launcher import REQUEUE_EXIT_CODE
+from tagc.launch import REQUEUE_EXIT_CODE
 from tagc.network.namespaces import INTERFACE
 from tagc.network.netns import call_inside
 from tagc.train.checkpoint_files import list_checkpoints

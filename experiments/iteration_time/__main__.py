@@ -27,8 +27,7 @@ from experiments.iteration_time.worker import run_cell
 from tagc.config import Config, NetworkConfig
 from tagc.errors import UserError
 from tagc.host.device import resolve_device
-from tagc.launch.failures import RankFailure
-from tagc.launch.launcher import RunInterrupted, launch
+from tagc.launch import RankFailure, RunInterrupted, launch
 from tagc.network import open_network
 from tagc.record.manifest import describe_git
 

@@ -41,7 +41,7 @@ logger = logging.getLogger("tagc")
 def run_cell(cell: Cell, configs: dict[str, Config], config: Config, data: DataInfo, run_dir: str) -> None:
     """Measure one cell; rank 0 writes ``metrics.jsonl`` (one row per step) and ``summary.json`` into ``run_dir``.
 
-    configs: of every arm, by name. A :data:`tagc.launch.launcher.Worker` once the first two are bound.
+    configs: of every arm, by name. A :data:`tagc.launch.Worker` once the first two are bound.
     """
     with rank_process(config, run_dir) as device:
         for handler in logger.handlers:

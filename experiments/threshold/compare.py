@@ -31,7 +31,7 @@ from torch import Tensor
 from tagc.codec.sparsify import draw_positions, select_values
 from tagc.config import Config
 from tagc.kernels import cpu
-from tagc.launch.launcher import launch
+from tagc.launch import launch
 from tagc.record.manifest import describe_git, describe_hardware, describe_versions
 
 SPARSITIES = (0.8, 0.95)
@@ -156,7 +156,7 @@ ESTIMATORS = {
 
 
 def record_gradients(config: Config, data: object, run_dir: str) -> None:
-    """A worker of :func:`tagc.launch.launcher.launch`: train, and save rank 0's gradients."""
+    """A worker of :func:`tagc.launch.launch`: train, and save rank 0's gradients."""
     from tagc.compressors import COMPRESSORS
     from tagc.compressors.sketch import Sketch
     from tagc.train.worker import run_worker

@@ -19,7 +19,7 @@ from typing import Any
 
 from experiments.transport.worker import run_rank
 from tagc.config import BandwidthConfig, CompressorConfig, Config, ModelConfig, NetworkConfig, TrainerConfig
-from tagc.launch.launcher import launch
+from tagc.launch import launch
 from tagc.record.manifest import describe_git
 
 RATES_MBPS = (50.0, 200.0, 1000.0)

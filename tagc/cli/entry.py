@@ -23,7 +23,7 @@ from tagc.cli.messages import check_keys, explain
 from tagc.cli.slurm_array import register_launcher
 from tagc.config import Config, from_omegaconf
 from tagc.errors import SweepStopped, UserError
-from tagc.launch.launcher import RunInterrupted, launch
+from tagc.launch import RunInterrupted, launch
 from tagc.sweep.jobs import run_point
 from tagc.sweep.states import State, load_json, read_state
 

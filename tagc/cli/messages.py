@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tagc.config import Config
 from tagc.errors import UserError
-from tagc.launch.failures import RankFailure
+from tagc.launch import RankFailure
 
 
 def legal_keys(schema: Any = None, prefix: str = "") -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tagc.config import Config
 from tagc.errors import UserError
-from tagc.launch.launcher import FolderInUse
+from tagc.launch import FolderInUse
 from tagc.sweep.code import describe_code
 from tagc.sweep.states import State, describe_job, load_json, read_state, record_job
 
@@ -27,7 +27,7 @@ def is_first_node() -> bool:
 def run_point(config: Config, run_dir: Path, launch: Callable[[Config, Path], dict[str, Any]]) -> dict[str, Any]:
     """Run ``config`` in its folder unless it is done there; an exception leaves its traceback in ``error.txt``.
 
-    Errors: those of :func:`tagc.launch.launcher.launch`, and ``FolderInUse`` when the point runs elsewhere.
+    Errors: those of :func:`tagc.launch.launch`, and ``FolderInUse`` when the point runs elsewhere.
     """
     if not is_first_node():
         return launch(config, run_dir)

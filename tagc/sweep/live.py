@@ -42,7 +42,7 @@ def live_table(points: Sequence[Point], sweep_dir: Path) -> Iterator[bool]:
         return
     from rich.live import Live
 
-    from tagc.launch.launcher import shield_resource_tracker
+    from tagc.launch import shield_resource_tracker
     from tagc.record.console import QUIET_VARIABLE
 
     sys.stdout.flush()

@@ -9,7 +9,7 @@ from pathlib import Path
 import tagc.data
 from tagc.cli import entry as cli
 from tagc.config import Config
-from tagc.launch.launcher import launch
+from tagc.launch import launch
 from tests.launch import workers
 
 

@@ -15,8 +15,8 @@ import pytest
 import tagc.data
 from tagc.config import Config
 from tagc.errors import UserError
-from tagc.launch.failures import RankFailure
-from tagc.launch.launcher import RunInterrupted, _read_outcome, launch
+from tagc.launch import RankFailure, RunInterrupted, launch
+from tagc.launch.folder import read_outcome
 from tests.launch import workers
 
 pytestmark = pytest.mark.distributed
@@ -180,8 +180,8 @@ def test_a_stop_that_meets_a_restart_is_an_interruption(tmp_path: Path) -> None:
 
 def test_a_stop_that_comes_after_the_last_step_is_told_to_the_caller(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"status": "done"}')
-    assert _read_outcome(tmp_path, signal.SIGTERM)["stop_signal"] == signal.SIGTERM
-    assert "stop_signal" not in _read_outcome(tmp_path, None)
+    assert read_outcome(tmp_path, signal.SIGTERM)["stop_signal"] == signal.SIGTERM
+    assert "stop_signal" not in read_outcome(tmp_path, None)
 
 
 def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tagc.cli.slurm import check_submission, hide_other_settings
 from tagc.cli.slurm_array import check_same_request, wait_for_array
 from tagc.config import Config, validate
 from tagc.errors import UserError
-from tagc.launch.launcher import launch
+from tagc.launch import launch
 from tagc.launch.nodes import meet_nodes
 
 

@@ -17,7 +17,7 @@ import pytest
 import tagc.data
 from tagc.config import BandwidthConfig, Config, NetworkConfig
 from tagc.errors import UserError
-from tagc.launch.launcher import launch
+from tagc.launch import launch
 from tagc.network import netns, open_network
 from tagc.network.namespaces import ENVIRONMENT_KEY, Host, NamespaceLink, NamespacesUnavailable, open_hosts
 from tests.launch import workers
