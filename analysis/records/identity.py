@@ -11,18 +11,8 @@ from typing import Any, NamedTuple
 from analysis.records.cells import describe_machine
 from analysis.records.load import Recorded, Run
 from tagc.cli.entry import compose_config
-from tagc.config import COMPRESSORS, CompressorConfig, is_operational
+from tagc.config import COMPRESSORS, CompressorConfig, affects, uses
 
-#: keys that change neither what is learned nor how fast, beside tagc.config.OPERATIONAL_KEYS
-NO_EFFECT = {
-    "trainer.eval_every",
-    "trainer.timing_warmup_steps",
-    "trainer.profile",
-    "data.path",  # the fingerprint says what lies there
-}
-#: keys that change the time of a step, not the losses
-TIME_ONLY = {"trainer.overlap", "trainer.compile", "trainer.reshard_after_forward", "trainer.micro_batch"}
-IGNORE_SETTINGS = ("fsdp", "noop")  # methods that read no key of their group
 DILATION_TOLERANCE = 0.02
 FEW_BLOCKS = 5
 
@@ -38,8 +28,8 @@ class Notice(NamedTuple):
 
 def loss_setting(run: Run) -> Setting:
     """All but compressor and seed that the losses depend on. Equal settings: losses may be compared."""
-    keys = [key for key in run.config if key.split(".")[0] in ("model", "data", "trainer")]
-    setting = {key: run.config[key] for key in keys if key not in NO_EFFECT | TIME_ONLY and not is_operational(key)}
+    keys = [key for key in run.config if key.split(".")[0] in ("model", "data", "trainer") and key != "data.path"]
+    setting = {key: run.config[key] for key in keys if affects(key) == "numbers"}  # a fingerprint stands for data.path
     setting["cluster.ranks"] = run.config["cluster.ranks"]
     setting["data.fingerprint"] = run.manifest.get("data", {}).get("fingerprint")
     setting["device"] = run.manifest.get("device")
@@ -48,7 +38,10 @@ def loss_setting(run: Run) -> Setting:
 
 def time_setting(run: Run) -> Setting:
     """All but compressor and seed that a step's time depends on, machine and link included."""
-    setting = loss_setting(run) | {key: run.config.get(key) for key in sorted(TIME_ONLY)}
+    setting = loss_setting(run)
+    setting |= {
+        key: value for key, value in run.config.items() if key.startswith("trainer.") and affects(key) == "time"
+    }
     keys = ("bandwidth.rate_mbps", "network.latency_ms", "network.time_dilation", "network.reference_gpu")
     setting |= {key: run.config.get(key) for key in keys}
     setting["network"] = run.manifest.get("network", run.config.get("network.name"))
@@ -72,10 +65,12 @@ def _default_compressor(name: str) -> dict[str, Any]:
 def label_arm(run: Run) -> str:
     """The compressor, and the keys in which it differs from its option in conf/: ``tagc2 sparsity=0.9``."""
     name = run.config["compressor.name"]
-    if name in IGNORE_SETTINGS:
-        return name
     defaults = _default_compressor(name)
-    values = {key.removeprefix("compressor."): v for key, v in run.config.items() if key.startswith("compressor.")}
+    values = {
+        key.removeprefix("compressor."): v
+        for key, v in run.config.items()
+        if key.startswith("compressor.") and uses(name, key)
+    }
     differing = {key: value for key, value in values.items() if key not in defaults or defaults[key] != value}
     changed = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in differing.items()]
     return " ".join([name, *changed])

@@ -1,4 +1,4 @@
-"""What makes two points of a sweep the same run: the resolved configuration without the keys that decide no number."""
+"""What makes two points of a sweep the same run: equal values of all keys that affect a result and are used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tagc.config import Config, flatten, is_operational, to_dict
+from tagc.config import Config, drop_unused, flatten, is_operational, to_dict
 
 ID_LENGTH = 8  # hexadecimal digits: among 1,000 points two meet by chance in 1 of 8,600 sweeps, and are then refused
 MAX_NAME = 40  # characters of a name in a folder's
@@ -36,8 +36,8 @@ class Point:
 
 
 def science_config(config: Config) -> dict[str, Any]:
-    """The dotted keys that decide a run's numbers, with their values."""
-    return {key: value for key, value in flatten(to_dict(config)).items() if not is_operational(key)}
+    """The dotted keys that affect a run's result, with their values; a key that nothing uses has its default."""
+    return {key: value for key, value in drop_unused(flatten(to_dict(config))).items() if not is_operational(key)}
 
 
 def hash_config(config: Config) -> str:

@@ -15,25 +15,15 @@ import shutil
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tagc.config import Config, flatten, is_operational, to_dict
+from tagc.config import Config, drop_unused, flatten, resumes, to_dict
 from tagc.errors import UserError
 
 FORMAT = 1
 METADATA_NAME = "checkpoint.json"
 _CRC_PIECE_BYTES = 1 << 24
-
-# A run that continues must have these keys unchanged: they decide what the saved numbers mean.
-FIXED_KEYS = (
-    *("model.*", "compressor.*", "seed", "data.vocab_size", "trainer.global_batch", "trainer.learning_rate"),
-    *("trainer.min_learning_rate_frac", "trainer.warmup_steps", "trainer.weight_decay", "trainer.beta*"),
-    *("trainer.grad_clip", "trainer.param_dtype"),
-)
-# These may change beside tagc.config.OPERATIONAL_KEYS. Every other key may change too, but the log says so.
-FREE_KEYS = ("cluster.*", "data.name", "data.path", "trainer.timing_warmup_steps", "trainer.profile")
 
 
 class DamagedCheckpoint(Exception):
@@ -168,20 +158,15 @@ def dilation_to_keep(info: CheckpointInfo, config: Config) -> float | None:
     return info.time_dilation if is_same and info.ranks == config.cluster.ranks else None
 
 
-def _matches(key: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch(key, pattern) for pattern in patterns)
-
-
 def check_config(folder: Path, info: CheckpointInfo, config: Config) -> list[str]:
     """Whether a run of ``config`` may continue this checkpoint; returns what is different and allowed, for the log.
 
     Errors: ``UserError`` listing the keys that differ and must not, with the ways out.
     """
-    saved, current = flatten(info.config), flatten(to_dict(config))
-    compared = [key for key in saved if key in current and not is_operational(key) and not _matches(key, FREE_KEYS)]
-    differing = [key for key in compared if saved[key] != current[key]]
+    saved, current = drop_unused(flatten(info.config)), drop_unused(flatten(to_dict(config)))
+    differing = [key for key in saved if key in current and resumes(key) != "free" and saved[key] != current[key]]
     told = {key: f"{key}={current[key]}, {saved[key]} in the checkpoint" for key in differing}
-    fixed = [text for key, text in told.items() if _matches(key, FIXED_KEYS)]
+    fixed = [text for key, text in told.items() if resumes(key) == "fixed"]
     if fixed:
         raise UserError(
             f"the checkpoint {folder} is of another run: {'; '.join(fixed)}. Set these keys back to continue it, "

@@ -7,7 +7,7 @@ import yaml
 
 import tagc.compressors
 from tagc.cli.entry import CONF_DIR
-from tagc.config import COMPRESSORS, Config
+from tagc.config import COMPRESSORS, KEYS, Config
 from tests.policy.compose import compose_config
 
 OPTIONS = sorted((path.parent.name, path.stem) for path in CONF_DIR.glob("*/*.yaml"))
@@ -50,6 +50,14 @@ def test_an_option_holds_differences_only(group: str, option: str) -> None:
 
 def test_the_schema_and_the_registry_name_the_same_methods() -> None:
     assert set(COMPRESSORS) == set(tagc.compressors.COMPRESSORS)
+
+
+def test_every_key_has_help_and_only_names_options_that_exist() -> None:
+    """`used_by` names options of the key's own group."""
+    for name, key in KEYS.items():
+        options = {option for group, option in OPTIONS if group == key.section}
+        assert key.declaration.help, name
+        assert set(key.declaration.used_by or ()) <= options, name
 
 
 def test_without_overrides_the_schemas_defaults_are_run() -> None:

@@ -13,7 +13,7 @@ CHAIN = ["codec", "kernels", "compressors", "comm", "train"]  # each may import 
 SIDE = ["model", "data", "network", "record", "predict"]  # know nothing of train
 GROUND = ["host", "config", "errors"]  # know nothing of the rest
 GLUE = ["launch", "sweep", "cli"]  # between run.py and the parts; nobody below imports them
-KNOWS_HYDRA = ["tagc.config", "tagc.cli.entry", "tagc.cli.messages", "tagc.cli.slurm_array", "tagc.cli.sweeper"]
+KNOWS_HYDRA = ["tagc.config.check", "tagc.cli.entry", "tagc.cli.messages", "tagc.cli.slurm_array", "tagc.cli.sweeper"]
 
 
 def forbidden_parts(part: str) -> set[str]:
