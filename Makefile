@@ -65,7 +65,7 @@ report: $(STAMP) results  ## every committed table, and a page with all figures 
 	$(BIN)/python -m experiments.iteration_time.table > /dev/null
 	$(BIN)/python -m analysis.report experiments -o report $(ARGS)
 
-results: $(STAMP)  ## docs/results.md, from the recorded rows
+results: $(STAMP)  ## the answer in README.md and docs/results.md, from the recorded rows
 	$(BIN)/python -m analysis.results
 
 fix: $(STAMP)  ## mend what the linter and the formatter can

@@ -1,22 +1,25 @@
-"""The results page (docs/results.md), made from recorded rows between two markers.
+"""The answer in README.md, its figure, and the tables of docs/results.md: made from recorded rows, between markers.
 
-python -m analysis.results            # rewrite it (make results)
-python -m analysis.results --check    # exit code 1 if it is not current
+python -m analysis.results            # rewrite them (make results)
+python -m analysis.results --check    # exit code 1 if one is not current
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
 import pandas as pd
 
-from analysis.arms import compressor_of, sort_arms
+from analysis.arms import sort_arms
 from analysis.numbers.losses import compare_losses
 from analysis.numbers.run_times import SERIES
 from analysis.numbers.schedules import compare_whole_schedules
+from analysis.page import answer
+from analysis.page.answer import is_own_setting, pick_setting
 from analysis.page.claims import make_claims_sheet
 from analysis.page.loss_tables import format_degradation, make_schedule_sheet
 from analysis.page.sheet import MISSING, Sheet, format_number, format_range
@@ -26,19 +29,16 @@ from tagc.errors import UserError
 from tagc.host.files import write_text_atomic
 
 ROOT = Path(__file__).parents[1]
-PAGE, ROWS = ROOT / "docs" / "results.md", ROOT / "experiments"
-BEGIN = "<!-- results: made by `make results` from experiments/, do not edit -->"
-END = "<!-- /results -->"
+README, PAGE, FIGURE, ROWS = (
+    ROOT / "README.md",
+    ROOT / "docs" / "results.md",
+    ROOT / "docs" / "answer.svg",
+    ROOT / "experiments",
+)
+BEGIN = "<!-- {}: made by `make results` from experiments/, do not edit -->"
+END = "<!-- /{} -->"
 WIDTH = 120
 BOUNDS = {"interpolated": "", "above": "over ", "below": "under "}  # a wrapped line must not begin with ">"
-
-
-def pick_setting(table: pd.DataFrame) -> pd.DataFrame:
-    """Lines of the network and setting that were measured at most links: first in the rows' order if several."""
-    links = table.groupby(["network", "machine", "setting"], sort=False)["cell"].nunique()
-    network, machine, setting = links.idxmax()
-    is_it = (table["network"] == network) & (table["machine"] == machine) & (table["setting"] == setting)
-    return table[is_it]
 
 
 def make_time_sheet(table: pd.DataFrame) -> Sheet:
@@ -76,11 +76,6 @@ def describe_crossovers(table: pd.DataFrame) -> str:
         if shown:
             sentences.append(f"Faster than `{baseline}` up to, in Mbit/s: {', '.join(shown)}.")
     return " ".join(sentences)
-
-
-def is_own_setting(arms: pd.Series) -> pd.Series:
-    """Which arms are compressors as their options in conf/ set them."""
-    return arms.map(compressor_of) == arms
 
 
 def make_degradation_sheet(losses: pd.DataFrame) -> Sheet:
@@ -161,29 +156,56 @@ def make_results(recorded: Recorded) -> str:
 
 
 def _wrap(text: str) -> str:
-    return text if text.startswith("|") else textwrap.fill(text, WIDTH, break_on_hyphens=False)
+    return text if text.startswith(("|", "![")) else textwrap.fill(text, WIDTH, break_on_hyphens=False)
 
 
-def replace_section(readme: str, text: str) -> str:
-    """The page with this text between the markers. Errors: ``UserError`` if a marker is missing."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise UserError(f"docs/results.md needs the lines\n{BEGIN}\n{END}\nonce each, around its results")
-    head, rest = readme.split(BEGIN)
-    return f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+def make_answer(recorded: Recorded) -> tuple[str, bytes]:
+    """The front page's text, markers excluded, and its figure as SVG. Errors: ``UserError`` without capped cells."""
+    tables = [summarise_cell(cell) for cell in recorded.cells]
+    everything = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+    table = answer.select_answer(everything) if len(everything) else everything
+    if not len(table):
+        raise UserError("no cell with a capped link is recorded: the front page has nothing to answer with")
+    losses = compare_losses(recorded.runs)
+    sheet, drawing = answer.make_answer_sheet(table, losses), answer.draw_answer(table)
+    sentences = [answer.tell_time(table), answer.tell_loss(table, losses), answer.tell_claims(everything, losses)]
+    image = f"![{drawing.caption}]({FIGURE.relative_to(ROOT)})"
+    parts = [*filter(None, sentences), image, sheet.to_markdown(level=0).strip(), sheet.note]
+    with tempfile.TemporaryDirectory() as folder:
+        figure = drawing.save(Path(folder)).read_bytes()
+    return "\n\n".join(map(_wrap, parts)), figure
+
+
+def replace_section(page: str, name: str, text: str) -> str:
+    """The page with this text between the markers of ``name``. Errors: ``UserError`` if a marker is missing."""
+    begin, end = BEGIN.format(name), END.format(name)
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise UserError(f"a page needs the lines\n{begin}\n{end}\nonce each, around what `make results` writes")
+    head, rest = page.split(begin)
+    return f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+
+
+def make_files(recorded: Recorded) -> dict[Path, bytes]:
+    """What README.md, docs/results.md and docs/answer.svg should hold."""
+    text, figure = make_answer(recorded)
+    sections = {README: ("answer", text), PAGE: ("results", make_results(recorded))}
+    pages = {path: replace_section(path.read_text(encoding="utf-8"), *each) for path, each in sections.items()}
+    return {path: page.encode() for path, page in pages.items()} | {FIGURE: figure}
 
 
 def main() -> int:
     """Rewrite or check; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the section is not current")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a file is not current")
     options = parser.parse_args()
-    present = PAGE.read_text(encoding="utf-8")
-    current = replace_section(present, make_results(load_recorded([ROWS])))
-    if options.check:
-        sys.stdout.write("current\n" if current == present else "docs/results.md is not current: make results\n")
-        return int(current != present)
-    write_text_atomic(PAGE, current)
-    return 0
+    files = make_files(load_recorded([ROWS]))
+    stale = [path for path, content in files.items() if not path.exists() or path.read_bytes() != content]
+    for path in stale:
+        name = path.relative_to(ROOT)
+        sys.stdout.write(f"{name} is not current: make results\n" if options.check else f"{name}\n")
+        if not options.check:
+            write_text_atomic(path, files[path].decode())
+    return int(bool(stale) and options.check)
 
 
 if __name__ == "__main__":

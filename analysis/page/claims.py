@@ -144,18 +144,35 @@ def _find_best(evidence: Sequence[Evidence]) -> Evidence | None:
     return max(evidence, key=lambda item: item.estimate.middle, default=None)
 
 
-def make_claims_sheet(cells: pd.DataFrame, losses: pd.DataFrame, show_places: bool = True) -> Sheet:
-    """Every claim with its verdict; show_places: name the cells and settings, and who reports the claim."""
-    lines = []
+class Verdict(NamedTuple):
+    """A claim with what the rows say of it."""
+
+    paper: str
+    claim: str
+    arm: str
+    verdict: str
+    why: str
+    source: str
+
+
+def list_verdicts(cells: pd.DataFrame, losses: pd.DataFrame, show_places: bool = True) -> list[Verdict]:
+    """Every claim, judged; show_places: name the cells and settings. Arguments: see :func:`collect_evidence`."""
+    found = []
     for target in load_targets():
         verdict, why = judge(target, collect_evidence(target, cells, losses), show_places)
-        line = (target["paper"], target["claim"], target["arm"], verdict, why)
-        lines.append((*line, target["source"]) if show_places else line)
+        found.append(Verdict(target["paper"], target["claim"], target["arm"], verdict, why, target["source"]))
+    return found
+
+
+def make_claims_sheet(cells: pd.DataFrame, losses: pd.DataFrame, show_places: bool = True) -> Sheet:
+    """Every claim with its verdict; show_places: name the cells and settings, and who reports the claim."""
+    shown = 6 if show_places else 5
+    lines = [tuple(verdict)[:shown] for verdict in list_verdicts(cells, losses, show_places)]
     note = (
         "Verdicts follow from the rows by rule. Reproduced: the interval reaches the claimed number, with the right "
         "sign, at the claim's link; a loss, in every setting of at least three seeds. Partly: too little or from too "
         "few values there, or not in all settings; or not measured there, but right at another link. Not: measured "
         "there, and wrong. Source `secondary`: reported by others than its authors."
     )
-    headers = ("paper", "claim", "arm", "verdict", "measured there; elsewhere", *(["source"] if show_places else []))
-    return Sheet("claims", "Claims and verdicts", note, headers, lines)
+    headers = ("paper", "claim", "arm", "verdict", "measured there; elsewhere", "source")
+    return Sheet("claims", "Claims and verdicts", note, headers[:shown], lines)

@@ -19,7 +19,11 @@ from matplotlib.figure import Figure
 
 from analysis.arms import STYLES, VARIANT_LINES, compressor_of, sort_arms, style_of
 
+#: of matplotlib's own settings, those that decide how a process shows figures, not how a figure looks
+KEPT_SETTINGS = ("backend", "backend_fallback", "interactive", "toolbar", "webagg.")
+#: complete, so that a user's matplotlibrc changes no figure
 SETTINGS: Any = {
+    **{key: value for key, value in matplotlib.rcParamsDefault.items() if not key.startswith(KEPT_SETTINGS)},
     "svg.hashsalt": "tagc",
     "svg.fonttype": "path",
     "pdf.fonttype": 42,

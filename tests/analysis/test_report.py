@@ -18,7 +18,6 @@ from analysis.page.cell_tables import write_cell_tables
 from analysis.records.load import load_recorded
 from analysis.report import write_report
 from tagc.config import COMPRESSORS
-from tagc.errors import UserError
 from tests.analysis.conftest import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -98,14 +97,6 @@ def test_the_committed_tables_of_cells_are_current(tmp_path):
     write_cell_tables(EXPERIMENT / "rows", tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_text() == (EXPERIMENT / path.name).read_text(), f"{path.name} is not current: make report"
-
-
-def test_the_results_page_is_current():
-    page = results.PAGE.read_text()
-    current = results.replace_section(page, results.make_results(load_recorded([results.ROWS])))
-    assert current == page, "docs/results.md is not current: make results"
-    with pytest.raises(UserError, match="once each"):
-        results.replace_section(page.replace(results.END, ""), "text")
 
 
 def test_runs_that_hold_little_still_make_a_page(tmp_path):
