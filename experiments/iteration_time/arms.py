@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tagc.comm.exchange import Exchange
-from tagc.comm.gradient_sync import StepReport
+from tagc.comm.step_close import StepReport
 from tagc.config import COMPRESSORS, Config, ModelConfig
 from tagc.data import DataInfo
 from tagc.errors import UserError
@@ -55,14 +55,19 @@ class TorchSync:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self.buckets: list[Any] = []
+        self.residual_bytes = 0
 
     def begin_step(self, step: int) -> None:
         """Nothing to prepare."""
 
-    def finish_step(self, loss: Tensor, stop: bool = False) -> StepReport:
-        """The mean loss over the ranks, in one control message as in every other arm. Nothing stops it half way."""
+    def tell(self, loss: Tensor, stop: bool = False) -> None:
+        """Keep this rank's loss for the report. Nothing stops a run half way."""
+        self._loss = loss.detach()
+
+    def take_report(self) -> StepReport:
+        """The mean loss over the ranks, in one control message as in every other arm."""
         assert dist.group.WORLD is not None
-        losses = self._exchange.gather_numbers(loss.detach().view(1).double(), dist.group.WORLD)
+        losses = self._exchange.gather_numbers(self._loss.view(1).double(), dist.group.WORLD)
         return StepReport(losses.mean().item())
 
 
@@ -126,8 +131,8 @@ class DdpTrainer(OwnCollectivesTrainer):
             self.powersgd = PowerSGDState(None, self._powersgd_rank, start_powerSGD_iter=2)
             self.model.register_comm_hook(self.powersgd, powerSGD_hook)
         self.units = []
-        self.sync = self._build_sync(kernels)
         self.optimizer = build_optimizer(self.model, self.config.trainer)
+        self.sync = self._build_sync(kernels)
 
 
 def count_state_bytes(trainer: Trainer) -> dict[str, int]:
@@ -137,7 +142,7 @@ def count_state_bytes(trainer: Trainer) -> dict[str, int]:
     """
     parameter_bytes = sum(_local_bytes(parameter) for parameter in trainer.model.parameters())
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    residual_bytes = sum(slot.compressor.residual_bytes for bucket in trainer.sync.buckets for slot in bucket.slots)
+    residual_bytes = trainer.sync.residual_bytes
     powersgd = getattr(trainer, "powersgd", None)
     if powersgd is not None:
         kept = (powersgd.error_dict, powersgd.p_memory_dict, powersgd.q_memory_dict)

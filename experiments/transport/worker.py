@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tagc.api import compress
 from tagc.comm.exchange import Exchange
-from tagc.comm.gradient_sync import GradientSync
-from tagc.comm.stopwatch import Stopwatch
 from tagc.compressors.base import Part
 from tagc.config import Config
-from tagc.kernels import resolve_backend
 from tagc.model.gpt import GPT
 from tagc.model.init import materialize
 from tagc.network import Link, build_link
 from tagc.train.optimizer import build_optimizer, clip_gradients
-from tagc.train.parallel import shard_model, unit_parameter_names
+from tagc.train.parallel import shard_model
 from tagc.train.process_group import start_process_group
 
 CPU = torch.device("cpu")
@@ -84,39 +81,29 @@ class _Arm:
         torch.manual_seed(0)
         with torch.device("meta"):
             self.model = GPT(config.model, VOCAB)
-        units = shard_model(self.model, config.trainer, init_device_mesh("cpu", (dist.get_world_size(),)))
+        shard_model(self.model, config.trainer, init_device_mesh("cpu", (dist.get_world_size(),)))
         materialize(self.model, config.seed, CPU)
-        self.sync = None
-        if through_exchange:
-            names = unit_parameter_names(self.model, units)
-            kernels = resolve_backend("reference")[1]
-            self.sync = GradientSync(config, units, names, Exchange(Link(), CPU), Stopwatch(CPU), kernels, CPU)
         self.optimizer = build_optimizer(self.model, config.trainer)
+        if through_exchange:
+            compress(
+                *(self.model, self.optimizer),
+                gradients=config.compressor,
+                kernels="reference",
+                overlap=config.trainer.overlap,
+            )
         self.tokens = torch.randint(VOCAB, (config.micro_batch, config.model.context + 1))
 
-    def step(self, number: int) -> None:
-        with self._reduced(number):
-            loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
-            loss.backward()
-            self.loss = loss.detach()
+    def step(self) -> None:
+        self.model(self.tokens[:, :-1], self.tokens[:, 1:]).backward()
         clip_gradients(self.model.parameters(), 1.0).item()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    @contextmanager
-    def _reduced(self, number: int) -> Iterator[None]:
-        if self.sync is None:
-            yield
-            return
-        self.sync.begin_step(number)
-        yield
-        self.sync.finish_step(self.loss)
 
 
 def _time_steps(config: Config, link: Link) -> Iterator[dict[str, Any]]:
     arms = {"exchange": _Arm(config, True), "gloo": _Arm(config, False)}
     for number in range(WARMUP_STEPS + STEPS):
         for transport, arm in arms.items():
-            timing = _time_together(lambda arm=arm, number=number: arm.step(number), link)
+            timing = _time_together(arm.step, link)
             if number >= WARMUP_STEPS:
                 yield {"what": "fsdp_step", "transport": transport, "payload_bytes": None, **timing}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tagc.comm.policy import RoleSummary, is_compressed, role_of
-from tagc.compressors import COMPRESSORS, BucketSpec, Compressor, Dense
-from tagc.config import Config
+from tagc.compressors import BucketSpec, Compressor, Dense
+from tagc.config import CompressorConfig
 
 Columns = tuple[str, slice]  # a parameter's name and its columns in the bucket
 
@@ -23,6 +23,7 @@ class Slot:
 
     compressor: Compressor
     columns: list[slice]
+    sent_bytes: int = 0  # to all peers at its last reduction, without returns
 
     @property
     def numel(self) -> int:
@@ -54,7 +55,9 @@ class Bucket:
 
 
 def build_bucket(
-    config: Config,
+    config: CompressorConfig,
+    method: type[Compressor],
+    seed: int,
     unit: str,
     parameters: Sequence[tuple[str, torch.Size]],
     ranks: int,
@@ -66,14 +69,13 @@ def build_bucket(
 
     parameters: (name, full shape) in FSDP's order. FSDP pads the first dimension to a multiple of ``ranks``.
     """
-    method = COMPRESSORS[config.compressor.name]
     columns: list[Columns] = []
     chosen: list[Columns] = []
     offset = 0
     for name, shape in parameters:
         numel = math.ceil(shape[0] / ranks) * math.prod(shape[1:])
         columns.append((name, slice(offset, offset + numel)))
-        if not method.follows_layer_policy or is_compressed(name, shape, config.compressor):
+        if not method.follows_layer_policy or is_compressed(name, shape, config):
             chosen.append(columns[-1])
         offset += numel
     slots = []
@@ -81,8 +83,8 @@ def build_bucket(
     for kind, label, members in ((method, "compressed", chosen), (Dense, "dense", rest)):
         if members:
             sizes = tuple((name, part.stop - part.start) for name, part in members)
-            spec = BucketSpec(f"{unit}/{label}", sizes, ranks, rank, device, config.seed)
-            slots.append(Slot(kind(config.compressor, spec, kernels), [part for _, part in members]))
+            spec = BucketSpec(f"{unit}/{label}", sizes, ranks, rank, device, seed)
+            slots.append(Slot(kind(config, spec, kernels), [part for _, part in members]))
     return Bucket(unit, columns, slots)
 
 

@@ -41,6 +41,7 @@ class Exchange:
         self.link = link
         self.metered = True  # False: nothing is counted or paced, as during validation
         self.sent_bytes: Counter[Kind] = Counter()
+        self.total_bytes: Counter[Kind] = Counter()  # the same since the beginning
         paced_link = link if isinstance(link, PacedLink) else None
         self._host_pacer = paced_link if device.type == "cpu" else None
         self._stream_pacer = StreamPacer(paced_link, device) if paced_link and device.type == "cuda" else None
@@ -50,6 +51,10 @@ class Exchange:
         result = dict(self.sent_bytes)
         self.sent_bytes.clear()
         return result
+
+    def _count(self, kind: Kind, nbytes: int) -> None:
+        self.sent_bytes[kind] += nbytes
+        self.total_bytes[kind] += nbytes
 
     def reduce_scatter(
         self, parts: Sequence[Part], group: dist.ProcessGroup, *, diagnostic: bool = False
@@ -69,10 +74,10 @@ class Exchange:
                     f"a part must be contiguous with {ranks} rows, one per rank, got {tuple(part.tensor.shape)}"
                 )
             if not diagnostic:
-                self.sent_bytes[part.kind] += _peers_bytes(part, ranks)
+                self._count(part.kind, peers_bytes(part, ranks))
         if _is_gloo(group):
             return self._reduce_scatter_pieces(parts, group, paced=not diagnostic)
-        with self._pace_stream(0 if diagnostic else sum(_peers_bytes(part, ranks) for part in parts)):
+        with self._pace_stream(0 if diagnostic else sum(peers_bytes(part, ranks) for part in parts)):
             return [_reduce_scatter_native(part, group) for part in parts]
 
     def _reduce_scatter_pieces(self, parts: Sequence[Part], group: dist.ProcessGroup, *, paced: bool) -> list[Tensor]:
@@ -106,7 +111,7 @@ class Exchange:
         """Gather every rank's ``shard`` [n] into ``output`` [W * n], in rank order. ``shard`` may be a view of it."""
         ranks, rank = group.size(), group.rank()
         if self.metered:
-            self.sent_bytes[kind] += (ranks - 1) * shard.nbytes
+            self._count(kind, (ranks - 1) * shard.nbytes)
         if _is_gloo(group):
             rows = list(output.view(ranks, -1))
             if rows[rank].data_ptr() != shard.data_ptr():
@@ -174,7 +179,8 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
     return "gloo" in dist.get_backend(group)
 
 
-def _peers_bytes(part: Part, ranks: int) -> int:
+def peers_bytes(part: Part, ranks: int) -> int:
+    """What a rank sends its peers of ``part``: all rows but its own."""
     return part.tensor.nbytes // ranks * (ranks - 1)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tagc.comm.buckets import build_bucket
-from tagc.compressors import Dense
+from tagc.compressors import COMPRESSORS, Dense
 from tagc.config import Config
 from tagc.kernels import resolve_backend
 
@@ -38,7 +38,8 @@ def plan_traffic(
     meta = torch.device("meta")
     plan = []
     for unit, members in parameters.items():
-        bucket = build_bucket(config, unit, members, ranks, 0, meta, kernels)
+        method = COMPRESSORS[config.compressor.name]
+        bucket = build_bucket(config.compressor, method, config.seed, unit, members, ranks, 0, meta, kernels)
         chosen = [slot for slot in bucket.slots if type(slot.compressor) is not Dense]
         dense_numel = sum(slot.numel for slot in chosen if slot.compressor.explain_dense() is not None)
         shard_numel = sum(slot.numel for slot in bucket.slots)

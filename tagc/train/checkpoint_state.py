@@ -21,10 +21,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tagc.comm.buckets import build_bucket
 from tagc.compressors import COMPRESSORS
 from tagc.train.checkpoint_files import CheckpointInfo
-from tagc.train.parallel import unit_parameter_names
 
 if TYPE_CHECKING:
     from tagc.train.trainer import Trainer
@@ -42,10 +40,7 @@ def _collect_rank_state(trainer: Trainer) -> dict[str, Tensor]:
     state = {"rng/cpu": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         state["rng/cuda"] = torch.cuda.get_rng_state(trainer.device)
-    for bucket in trainer.sync.buckets:
-        for slot in bucket.slots:
-            compressor = slot.compressor
-            state |= {f"{compressor.spec.name}/{name}": t for name, t in compressor.state_dict().items()}
+    state |= trainer.sync.compressor_state()
     return {f"rank_{trainer.rank}/{key}": tensor for key, tensor in state.items()}
 
 
@@ -65,9 +60,7 @@ def restore_state(trainer: Trainer, folder: Path, info: CheckpointInfo, group: d
         _spread_residuals(trainer, reader, info.ranks)
     own = _load_rank_state(reader, f"rank_{trainer.rank}/")
     if info.ranks == trainer.ranks:
-        for bucket in trainer.sync.buckets:
-            for slot in bucket.slots:
-                slot.compressor.load_state_dict(_take(own, f"{slot.compressor.spec.name}/"))
+        trainer.sync.load_compressor_state(own)
     if "rng/cpu" in own:  # a rank that is new goes on with the generator it was built with
         torch.set_rng_state(own["rng/cpu"])
     if "rng/cuda" in own and trainer.device.type == "cuda":
@@ -102,16 +95,12 @@ def _spread_residuals(trainer: Trainer, reader: dcp.FileSystemReader, old_ranks:
     """
     if trainer.ranks == 1 and COMPRESSORS[trainer.config.compressor.name].state_tensors:
         logger.warning("one rank has no compressor: the residuals in the checkpoint are dropped")
-    parameters = unit_parameter_names(trainer.model, trainer.units)
-    for bucket in trainer.sync.buckets:
+    for unit, bucket in zip(trainer.sync.units, trainer.sync.buckets, strict=True):
         for slot in bucket.slots if old_ranks > 1 else ():
             new = slot.compressor
             mean: dict[str, Tensor] = {}
             for old_rank in range(old_ranks):
-                old_bucket = build_bucket(
-                    *(trainer.config, bucket.name, parameters[bucket.name], old_ranks, old_rank),
-                    *(torch.device("cpu"), new.kernels),
-                )
+                old_bucket = trainer.sync.build_bucket(unit, old_ranks, old_rank, torch.device("cpu"))
                 old = next(s.compressor for s in old_bucket.slots if s.compressor.spec.name == new.spec.name)
                 old.load_state_dict(_load_rank_state(reader, f"rank_{old_rank}/{new.spec.name}/"))
                 for name, residual in old.residuals().items():

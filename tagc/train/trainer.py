@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tagc.api import Laboratory, compress
 from tagc.comm.buckets import describe_policy
 from tagc.comm.exchange import Exchange
-from tagc.comm.gradient_sync import GradientSync, nonfinite_message
+from tagc.comm.gradient_sync import GradientSync
 from tagc.comm.policy import format_policy
+from tagc.comm.step_close import nonfinite_message
 from tagc.comm.stopwatch import Stopwatch
 from tagc.config import Config
 from tagc.data import DataInfo, TrainLoader, open_tokens, validation_batch
@@ -30,7 +31,7 @@ from tagc.network.calibration import LinkScale, oversubscription
 from tagc.record import NullRecorder
 from tagc.train.checkpoint import Checkpoints
 from tagc.train.optimizer import build_optimizer, clip_gradients, learning_rate_at
-from tagc.train.parallel import shard_model, unit_parameter_names
+from tagc.train.parallel import shard_model
 from tagc.train.profile import StepProfiler
 
 logger = logging.getLogger("tagc")
@@ -61,19 +62,23 @@ class Trainer:
         mesh = init_device_mesh(self.device.type, (self.ranks,))
         self.units = shard_model(self.model, self.config.trainer, mesh)
         materialize(self.model, self.config.seed, self.device)
-        self.sync = self._build_sync(kernels)
         self.optimizer = build_optimizer(self.model, self.config.trainer)
+        self.sync = self._build_sync(kernels)
 
     def _build_sync(self, kernels: ModuleType) -> GradientSync:
-        return GradientSync(
-            self.config,
-            self.units,
-            unit_parameter_names(self.model, self.units),
-            self.exchange,
-            self.stopwatch,
-            kernels,
-            self.device,
-        )
+        config = self.config
+        names = {module: name for name, module in self.units}
+        every = config.logging.fidelity_every, config.logging.histograms_every
+        return compress(
+            self.model,
+            self.optimizer,
+            gradients=config.compressor,
+            kernels=kernels,
+            seed=config.seed,
+            overlap=config.trainer.overlap,
+            timeout_s=config.cluster.timeout_s,
+            laboratory=Laboratory(self.exchange, self.stopwatch, names, *every),
+        ).sync
 
     def _open_data(self, data: DataInfo) -> None:
         context = self.config.model.context
@@ -117,8 +122,7 @@ class Trainer:
             return
         for line in format_policy(describe_policy(self.sync.buckets)):
             logger.info("%s", line)
-        residual_bytes = sum(slot.compressor.residual_bytes for bucket in self.sync.buckets for slot in bucket.slots)
-        logger.info("residuals take %.2f MB on each rank", residual_bytes / 1e6)
+        logger.info("residuals take %.2f MB on each rank", self.sync.residual_bytes / 1e6)
         for line in self.sync.explain_dense():
             logger.warning("%s", line)
 
@@ -157,8 +161,8 @@ class Trainer:
         self.exchange.take_sent_bytes()
         counters = self.exchange.link.read_counters()
         self.sync.begin_step(step)
-        loss = self._accumulate_gradients()
-        report = self.sync.finish_step(loss, stop=self.stop_requested())
+        self._accumulate_gradients()
+        report = self.sync.take_report()
         self.is_stopping, self.layer_rows = report.stop, report.layers
         for message in report.messages:
             if self.rank == 0:
@@ -185,8 +189,8 @@ class Trainer:
         }
         return row | self.link_scale.close_step(row, self.config.trainer.max_steps - step - 1)
 
-    def _accumulate_gradients(self) -> Tensor:
-        """Forward and backward over this rank's micro-batches; only the last one reduces. Returns the mean loss."""
+    def _accumulate_gradients(self) -> None:
+        """Forward and backward over this rank's micro-batches; only the last one reduces, and shares the mean loss."""
         (inputs, targets), self.data_state = next(self.batches)
         model: Any = self.model  # sharding gave it methods that GPT does not declare
         micro, count = self.config.micro_batch, self.config.accumulation
@@ -198,9 +202,10 @@ class Trainer:
                 model.set_reshard_after_backward(is_last)  # gathered once per step, for the memory it costs
             rows = slice(i * micro, (i + 1) * micro)
             loss = model(inputs[rows].to(self.device), targets[rows].to(self.device)) / count
-            loss.backward()
             total += loss.detach()
-        return total
+            if is_last:
+                self.sync.tell(total, stop=self.stop_requested())
+            loss.backward()
 
     @torch.no_grad()
     def validate(self) -> float:

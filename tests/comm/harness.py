@@ -8,16 +8,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tagc.api import Laboratory, compress
 from tagc.comm.exchange import Exchange
-from tagc.comm.gradient_sync import GradientSync
 from tagc.comm.stopwatch import Stopwatch
 from tagc.config import CompressorConfig, Config, LoggingConfig, ModelConfig, TrainerConfig
-from tagc.kernels import resolve_backend
 from tagc.model.gpt import GPT
 from tagc.model.init import materialize
 from tagc.network.link import Link
 from tagc.train.optimizer import clip_gradients
-from tagc.train.parallel import shard_model, unit_parameter_names
+from tagc.train.parallel import shard_model
 
 VOCAB = 211  # prime: never divisible by the ranks
 
@@ -49,14 +48,23 @@ class TinyRun:
         with torch.device("meta"):
             self.model = GPT(config.model, VOCAB).to(dtype)
         units = shard_model(self.model, config.trainer, init_device_mesh("cpu", (self.ranks,)))
+        self.units = units
         materialize(self.model, config.seed, device)
         self.exchange = Exchange(link or Link(), device)
-        names = unit_parameter_names(self.model, units)
-        kernels = resolve_backend("reference")[1]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.sync = None
         if not plain:
-            self.sync = GradientSync(config, units, names, self.exchange, Stopwatch(device), kernels, device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+            names = {module: name for name, module in units}
+            every = config.logging.fidelity_every, config.logging.histograms_every
+            self.sync = compress(
+                self.model,
+                self.optimizer,
+                gradients=config.compressor,
+                kernels="reference",
+                overlap=config.trainer.overlap,
+                timeout_s=config.cluster.timeout_s,
+                laboratory=Laboratory(self.exchange, Stopwatch(device), names, *every),
+            ).sync
         self.report: Any = None
 
     def local_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,10 +84,12 @@ class TinyRun:
         for i, (x, y) in enumerate(zip(inputs.chunk(accumulation), targets.chunk(accumulation), strict=True)):
             self.model.set_requires_gradient_sync(i == accumulation - 1)
             loss = self.model(x, y) / accumulation
-            loss.backward()
             total += loss.detach()
+            if self.sync:
+                self.sync.tell(total)
+            loss.backward()
         if self.sync:
-            self.report = self.sync.finish_step(total)
+            self.report = self.sync.take_report()
         return total
 
     def update(self) -> float:
