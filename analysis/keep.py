@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from analysis.records.identity import identify_run, label_arm
+from analysis.records.identity import identify_run
 from analysis.records.load import Run, load_recorded
 from tagc.errors import UserError
 from tagc.host.files import write_text_atomic
@@ -28,7 +28,7 @@ DATA_KEYS = ("fingerprint", "vocab_size", "train_tokens", "val_tokens")
 def name_run(run: Run) -> str:
     """Arm, model, ranks, seed and eight digits of the whole configuration."""
     digest = hashlib.sha256(json.dumps(identify_run(run), sort_keys=True).encode()).hexdigest()[:8]
-    arm = label_arm(run).replace(" ", "-").replace("=", "").replace("*", "").replace("|", "+").replace("/", "")
+    arm = run.arm.replace(" ", "-").replace("=", "").replace("*", "").replace("|", "+").replace("/", "")
     config = run.config
     return f"{arm}-{config['model.name']}-r{config['cluster.ranks']}-seed{config['seed']}-{digest}"
 
@@ -36,6 +36,7 @@ def name_run(run: Run) -> str:
 def keep_run(run: Run, out_dir: Path) -> Path:
     """Write the run's two files; returns the ``.json``. Errors: ``UserError`` when the folder cannot be written."""
     manifest: dict[str, Any] = {key: run.manifest.get(key) for key in MANIFEST_KEYS if key in run.manifest}
+    manifest["arm"] = run.arm
     data = run.manifest.get("data", {})
     manifest["data"] = {key: data[key] for key in DATA_KEYS if key in data}
     config = run.config | {"data.path": run.config.get("data.path") and Path(run.config["data.path"]).name}

@@ -4,7 +4,8 @@
     python -m analysis.report outputs/ multirun/ -o report/   # your own run folders
 
 writes ``index.html`` (self-contained), and under ``tables/`` and ``figures/`` every table as CSV, Markdown and LaTeX
-and every figure as PNG, PDF and SVG. Equal rows give equal bytes.
+and every figure as PNG, PDF and SVG. Equal rows give equal bytes. What is damaged is left out: the page says so at its
+top, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import base64
 import math
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from typing import Any
 
 import jinja2
 import pandas as pd
+from markupsafe import Markup, escape
 
 from analysis.numbers.losses import compare_losses
 from analysis.numbers.run_times import SERIES, StepTimes, compare_at_equal_time, list_step_times, own_step_ms
@@ -179,24 +182,37 @@ def _encode(path: Path) -> str:
 
 def render_page(sections: Sequence[Section], images: dict[str, str]) -> str:
     """The page; images: data URIs by name of the figure."""
-    template: Any = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        TEMPLATE.read_text(encoding="utf-8")
-    )
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["mark_code"] = mark_code
+    template: Any = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(sections=sections, images=images) + "\n"
 
 
-def main() -> None:
-    """Parse, load, write."""
+def mark_code(text: str) -> Markup:
+    """Escaped text for the page, with what stands between backticks as code.
+
+    >>> mark_code("less than `fsdp`")
+    Markup('less than <code>fsdp</code>')
+    """
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def main() -> int:
+    """Parse, load, write; returns the exit code: 1 if something was damaged."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, help="folders that hold run folders or recorded rows")
     parser.add_argument("-o", "--out", type=Path, default=Path("report"), help="where the report goes")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    sys.stdout.write(f"{write_report(load_recorded(options.folders), options.out)}\n")
+    recorded = load_recorded(options.folders, skip_damaged=True)
+    sys.stdout.write(f"{write_report(recorded, options.out)}\n")
+    for where, why in recorded.damaged:
+        sys.stderr.write(f"error: {where} is left out: {why}\n")
+    return int(bool(recorded.damaged))
 
 
 if __name__ == "__main__":
     try:
-        main()
+        sys.exit(main())
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -17,7 +17,7 @@ from analysis.arms import sort_arms
 from analysis.numbers.run_times import SERIES, Key, list_step_times
 from analysis.numbers.stats import UNKNOWN, mean_interval
 from analysis.records.cells import BASELINES, Cell, spell
-from analysis.records.identity import Setting, group_runs, label_arm, loss_setting, sort_by_start
+from analysis.records.identity import Setting, group_runs, loss_setting, sort_by_start
 from analysis.records.load import Run
 
 Ends = Mapping[int, float]  # final loss by number of steps
@@ -51,7 +51,7 @@ def list_ends(runs: Sequence[Run]) -> dict[Key, dict[int, float]]:
     """Final loss by number of steps, for every arm and seed; of a repetition the newest."""
     ends: dict[Key, dict[int, float]] = {}
     for run in sort_by_start(runs):
-        ends.setdefault((label_arm(run), run.config["seed"]), {})[run.config["trainer.max_steps"]] = run.final_loss
+        ends.setdefault((run.arm, run.config["seed"]), {})[run.config["trainer.max_steps"]] = run.final_loss
     return ends
 
 

@@ -29,6 +29,7 @@ SETTINGS: Any = {
     "pdf.fonttype": 42,
     "font.family": "DejaVu Sans",
     "font.size": 9,
+    "axes.formatter.useoffset": False,  # 99.99 and 100.00, not 0.00 and 0.01 above +9.999e1
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#dddddd",
@@ -56,6 +57,15 @@ class Drawing:
     name: str
     caption: str
     figure: Figure
+
+    def __post_init__(self) -> None:
+        """Say in a panel that nothing was drawn there."""
+        for axes in self.figure.axes:
+            lines = [line for line in axes.lines if line.get_transform() == axes.transData]  # not those of axhline
+            if not (lines or axes.patches or axes.containers):
+                axes.set_xticks([])
+                axes.set_yticks([])
+                axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center", va="center", fontsize=8)
 
     @matplotlib.rc_context(SETTINGS)
     def save(self, folder: Path) -> Path:

@@ -12,6 +12,7 @@ from analysis.page.claims import LEAST_N
 from analysis.page.figures import SETTINGS, Drawing, add_legend, draw_intervals, draw_line, make_figure, set_log_ticks
 from analysis.records.cells import BASELINES
 
+LEAST_SPAN = 1.0  # of a scale of shares, in percentage points
 MOST_LINES = 10  # that one can tell apart
 
 
@@ -158,7 +159,8 @@ def draw_shares(frame: pd.DataFrame, setting: str, index: int) -> Drawing:
             if len(rows):
                 draw_line(axes, rows["step"], 100 * rows[column], arm, variant, markers=5)
         low, high = axes.get_ylim()
-        axes.set_ylim(max(0, low), min(101, high))  # a share that is always 100 % would get a scale beyond it
+        widen = max(0.0, LEAST_SPAN - (high - low)) / 2  # a share that hardly changes is no curve
+        axes.set_ylim(max(0, low - widen), min(101, high + widen))  # nor does a scale end beyond 100 %
         axes.set_xlabel("optimizer step")
         axes.set_title(f"{label} (%)", fontsize=9)
     add_legend(figure)

@@ -11,7 +11,7 @@ from analysis.numbers.run_times import compare_run_times
 from analysis.page.cell_tables import describe_commit
 from analysis.page.sheet import MISSING, Sheet, format_estimate, format_number
 from analysis.records.cells import describe_machine, read_estimate
-from analysis.records.identity import Notice, describe_differences, group_runs, label_arm, loss_setting, select_newest
+from analysis.records.identity import Notice, describe_differences, group_runs, loss_setting, select_newest
 from analysis.records.load import Recorded, Run
 
 
@@ -71,7 +71,7 @@ def make_run_sheet(runs: Sequence[Run]) -> Sheet:
     lines = [
         (
             run.name,
-            label_arm(run),
+            run.arm,
             str(run.config["model.name"]),
             str(run.config["cluster.ranks"]),
             str(run.config["data.name"]),

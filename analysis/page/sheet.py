@@ -35,7 +35,9 @@ class Sheet:
 
     def to_rich(self) -> Table:
         """For a terminal."""
-        table = Table(*self.headers, title=self.title, caption=self.note, box=box.SIMPLE, title_justify="left")
+        table = Table(
+            *self.headers, title=self.title, caption=self.note.replace("`", ""), box=box.SIMPLE, title_justify="left"
+        )
         for line in self.lines:
             table.add_row(*line)
         return table

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict
-from functools import cache
 from typing import Any, NamedTuple
 
 from analysis.records.cells import describe_machine
 from analysis.records.load import Recorded, Run
-from tagc.cli.entry import compose_config
-from tagc.config import COMPRESSORS, CompressorConfig, affects, uses
+from tagc.config import affects
 
 DILATION_TOLERANCE = 0.02
 FEW_BLOCKS = 5
@@ -54,26 +51,6 @@ def identify_run(run: Run) -> Setting:
     """Everything that tells this run from another: settings of time and loss, compressor, seed."""
     compressor = {key: value for key, value in run.config.items() if key.startswith("compressor.")}
     return time_setting(run) | compressor | {"seed": run.config["seed"]}
-
-
-@cache
-def _default_compressor(name: str) -> dict[str, Any]:
-    config = compose_config([f"compressor={name}"]).compressor if name in COMPRESSORS else CompressorConfig(name=name)
-    return asdict(config)
-
-
-def label_arm(run: Run) -> str:
-    """The compressor, and the keys in which it differs from its option in conf/: ``tagc2 sparsity=0.9``."""
-    name = run.config["compressor.name"]
-    defaults = _default_compressor(name)
-    values = {
-        key.removeprefix("compressor."): v
-        for key, v in run.config.items()
-        if key.startswith("compressor.") and uses(name, key)
-    }
-    differing = {key: value for key, value in values.items() if key not in defaults or defaults[key] != value}
-    changed = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in differing.items()]
-    return " ".join([name, *changed])
 
 
 def freeze(setting: Setting) -> Hashable:
@@ -123,13 +100,14 @@ def select_newest(runs: Iterable[Run]) -> dict[tuple[str, int], Run]:
     """By arm and seed, the run that started last: a repetition of a seed is no further seed."""
     newest: dict[tuple[str, int], Run] = {}
     for run in sort_by_start(runs):
-        newest[label_arm(run), run.config["seed"]] = run
+        newest[run.arm, run.config["seed"]] = run
     return newest
 
 
 def find_notices(recorded: Recorded) -> list[Notice]:
     """What the report says in front: runs that were left out, and what is doubtful about the others."""
-    notices = [Notice(where, f"left out: {why}") for where, why in recorded.left_out]
+    notices = [Notice(where, f"DAMAGED, in nothing below: {why}") for where, why in recorded.damaged]
+    notices += [Notice(where, f"left out: {why}") for where, why in recorded.left_out]
     for run in recorded.runs:
         notices += [Notice(run.name, problem) for problem in run.problems]
         if not run.is_done:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +20,15 @@ import yaml
 from analysis.records.cells import Cell, load_cell
 from tagc.config import flatten
 from tagc.errors import UserError
-from tagc.record import load_rows
+from tagc.record.arm import label_arm
+from tagc.record.columns import thinned
 from tagc.record.manifest import SCHEMA_VERSION
+from tagc.record.rows import load_rows
 
 BINS = 50  # about as many points as a curve in a figure needs
 SKIPPED = {"checkpoints", "earlier", "wandb", "profile", ".hydra", ".git", ".venv", "__pycache__"}
-#: column of a row -> how rows become one; what is not named here is not kept
-MEANS = (
-    "train_loss",
-    "value_wire_bytes",
-    "index_wire_bytes",
-    "return_wire_bytes",
-    "grad_wire_bytes",
-    "param_wire_bytes",
-    "wire_bytes",
-    "achieved_sparsity",
-    "union_density",
-    "peeled_frac",
-    "compressed_buckets",
-    "dense_buckets",
-    "residual_norm",
-    "fidelity_cosine",
-    "fidelity_rel_error",
-)
-MEDIANS = (
-    "iteration_ms",
-    "scaled_iteration_ms",
-    "compute_ms",
-    "exposed_comm_ms",
-    "encode_ms",
-    "exchange_ms",
-    "gather_ms",
-    "decode_ms",
-)
-LASTS = ("step", "val_loss", "time_dilation")
+#: columns of a row by how several rows become one; a column in none of them is not kept
+MEANS, MEDIANS, LASTS = thinned("mean"), thinned("median"), thinned("last")
 #: of a configuration, without which a run cannot be compared
 NEEDED_KEYS = ("compressor.name", "seed", "cluster.ranks", "model.name", "data.name", "trainer.max_steps")
 
@@ -67,6 +43,11 @@ class Run:
     summary: dict[str, Any]
     rows: pd.DataFrame = field(repr=False)
     problems: tuple[str, ...] = ()
+
+    @property
+    def arm(self) -> str:
+        """Its method and settings as they were named when it ran; for runs that did not record it, as of today."""
+        return self.manifest.get("arm") or label_arm(self.config)
 
     @property
     def is_done(self) -> bool:
@@ -98,13 +79,17 @@ class Run:
 
 @dataclass
 class Recorded:
-    """All that was found. modelled: iteration times; modelled_crossovers: likewise; left_out: (where, why)."""
+    """All that was found. modelled: iteration times; modelled_crossovers: likewise.
+
+    left_out: (where, why), of what is no fault; damaged: (where, why), of what cannot be read.
+    """
 
     runs: list[Run] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     modelled: pd.DataFrame = field(default_factory=pd.DataFrame)
     modelled_crossovers: pd.DataFrame = field(default_factory=pd.DataFrame)
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    damaged: list[tuple[str, str]] = field(default_factory=list)
 
     def to_frame(self) -> pd.DataFrame:
         """All runs' rows in one tidy frame: the columns of ``rows`` behind run, compressor, seed, ranks and model."""
@@ -117,36 +102,49 @@ class Recorded:
         return frame[["run", *keys, *(column for column in frame if column not in ("run", *keys))]]
 
 
-def load_recorded(paths: Iterable[Path | str]) -> Recorded:
+def load_recorded(paths: Iterable[Path | str], skip_damaged: bool = False) -> Recorded:
     """Everything that was recorded under these folders, in the order of their names.
 
+    skip_damaged: what cannot be read goes to ``damaged`` and the rest is loaded.
     Errors: ``UserError`` naming the file (and the line) for what is damaged, or the folders if they hold nothing.
     """
     folders, found = [Path(path) for path in paths], Recorded()
     modelled: list[pd.DataFrame] = []
-    crossovers: list[pd.DataFrame] = []
     for path in folders:
         if not path.is_dir():
             raise UserError(f"{path} is no folder; name folders that hold recorded runs or rows")
-        for folder, files in _walk(path):
-            if {"config.yaml", "metrics.jsonl"} <= files:
-                _add_run(found, load_folder(folder, folder.relative_to(path)))
-                continue
-            if {"config.yaml", "manifest.json"} <= files:
-                found.left_out.append((_name_run(folder, folder.relative_to(path)), "it ended before its first step"))
-                continue
-            for name in sorted(files):
-                file = folder / name
-                if name.endswith(".json") and file.with_suffix(".csv").name in files:
-                    _add_pair(found, file)
-                elif name.endswith(".csv") and (frame := _read_modelled(file)) is not None:
-                    (modelled if "rate_gbps" in frame else crossovers).append(frame)
+        for where, add in _find_records(path, found, modelled):
+            try:
+                add()
+            except UserError as error:
+                if not skip_damaged:
+                    raise
+                found.damaged.append((where, str(error)))
     found.cells.sort(key=_order_cell)
-    found.modelled = pd.concat(modelled, ignore_index=True) if modelled else pd.DataFrame()
+    times, crossovers = ([f for f in modelled if ("rate_gbps" in f) is flag] for flag in (True, False))
+    found.modelled = pd.concat(times, ignore_index=True) if times else pd.DataFrame()
     found.modelled_crossovers = pd.concat(crossovers, ignore_index=True) if crossovers else pd.DataFrame()
-    if not (found.runs or found.cells or modelled or found.left_out):
+    if not (found.runs or found.cells or modelled or found.left_out or found.damaged):
         raise UserError(f"{', '.join(map(str, folders))}: no recorded run or row; name other folders")
     return found
+
+
+def _find_records(
+    path: Path, found: Recorded, modelled: list[pd.DataFrame]
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The name of each run, cell or table of modelled rows below the folder, and what adds it to those found."""
+    for folder, files in _walk(path):
+        name = _name_run(folder, folder.relative_to(path))
+        if {"config.yaml", "metrics.jsonl"} <= files:
+            yield name, partial(_add_folder, found, folder, name)
+        elif {"config.yaml", "manifest.json"} <= files:
+            found.left_out.append((name, "it ended before its first step"))
+        else:
+            for file in (folder / name for name in sorted(files)):
+                if file.suffix == ".json" and file.with_suffix(".csv").name in files:
+                    yield file.stem, partial(_add_pair, found, file)
+                elif file.suffix == ".csv":
+                    yield file.name, partial(_add_modelled, modelled, file)
 
 
 def _order_cell(cell: Cell) -> tuple[str, str, float]:
@@ -172,6 +170,10 @@ def _add_run(found: Recorded, run: Run) -> None:
         found.runs.append(run)
 
 
+def _add_folder(found: Recorded, folder: Path, name: str) -> None:
+    _add_run(found, load_folder(folder, name))
+
+
 def _add_pair(found: Recorded, path: Path) -> None:
     shared = _load_json(path)
     if "cell" in shared:
@@ -181,14 +183,15 @@ def _add_pair(found: Recorded, path: Path) -> None:
         _add_run(found, load_kept(path, shared))
 
 
-def _read_modelled(path: Path) -> pd.DataFrame | None:
+def _add_modelled(modelled: list[pd.DataFrame], path: Path) -> None:
+    """A table of modelled rows; any other CSV is none of ours."""
     with path.open(encoding="utf-8") as file:
         if not file.readline().startswith("kind,workload,"):
-            return None
+            return
     frame = pd.read_csv(path)
     if set(frame["kind"]) != {"modelled"}:
         raise UserError(f"{path}: its column `kind` holds {sorted(set(frame['kind']))}, not only `modelled`")
-    return frame
+    modelled.append(frame)
 
 
 def _load_json(path: Path) -> dict[str, Any]:

@@ -14,31 +14,12 @@ import pandas as pd
 from experiments.iteration_time.plan import Cell, describe_cell
 from tagc.host.files import write_text_atomic
 from tagc.record import load_rows
+from tagc.record.columns import cell_decimals
 from tagc.record.manifest import NUMBER_KEYS
 
 ROWS_DIR = Path(__file__).with_name("rows")
 #: column -> decimals; what a step's row holds beyond these stays in the run folder
-COLUMNS = {
-    "arm": None,
-    "phase": None,
-    "block": None,
-    "turn_step": None,
-    "step": None,
-    "iteration_ms": 1,
-    "compute_ms": 1,
-    "compute_cpu_ms": 1,
-    "exposed_comm_ms": 1,
-    "encode_ms": 1,
-    "exchange_ms": 1,
-    "gather_ms": 1,
-    "decode_ms": 1,
-    "grad_wire_bytes": None,
-    "param_wire_bytes": None,
-    "link_sent_bytes": None,
-    "compressed_buckets": None,
-    "dense_buckets": None,
-    "train_loss": 4,
-}
+COLUMNS = {"arm": None, "phase": None, "block": None, "turn_step": None} | cell_decimals()
 
 
 def _paths(rows_dir: Path, cell: Cell) -> tuple[Path, Path]:

@@ -18,9 +18,10 @@ from typing import Any
 import yaml
 
 import tagc
-from tagc.config import Config, to_dict
+from tagc.config import Config, flatten, to_dict
 from tagc.host.device import count_cores
 from tagc.host.files import write_text_atomic
+from tagc.record.arm import label_arm
 from tagc.record.wandb.mirror import resolve_mode
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "hydra-core", "tagc")
@@ -115,6 +116,7 @@ def build_manifest(config: Config, *, kernels: str, device: str, extra: dict[str
         "hostname": socket.gethostname(),
         "argv": list(sys.argv),
         "seed": config.seed,
+        "arm": label_arm(flatten(to_dict(config))),
         "kernels": kernels,
         "device": device,
         "network": config.network.name,

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tagc.config import Config
+from tagc.config import Config, flatten, to_dict
 from tagc.record import Recorder, build_manifest, close_logging
+from tagc.record.arm import label_arm
 
 STEPS = 20
 #: compressor -> (ms per step, factor on the loss, value, index bytes)
@@ -64,7 +65,9 @@ def write_run(
     config = make_config(compressor, seed, **keys)
     ms, factor, value_bytes, index_bytes = ARMS[compressor]
     is_sketch = compressor == "tagc2"
-    record = describe_machine() | MANIFEST | {"seed": seed} | (manifest or {})
+    record = (
+        describe_machine() | MANIFEST | {"seed": seed, "arm": label_arm(flatten(to_dict(config)))} | (manifest or {})
+    )
     with Recorder(folder, config, record) as recorder:
         for step in range(1, steps + 1):
             loss = loss_at(step, seed, factor)

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from analysis.keep import keep_run
 from analysis.numbers.losses import compare_losses
 from analysis.numbers.run_times import (
     SERIES,
@@ -24,8 +25,8 @@ from analysis.numbers.stats import UNKNOWN, Estimate
 from analysis.page.claims import Evidence, judge, load_targets
 from analysis.page.loss_tables import make_equal_loss_sheet
 from analysis.page.run_tables import make_setting_sheet
-from analysis.records.identity import find_notices, label_arm, loss_setting
-from analysis.records.load import load_folder, load_recorded
+from analysis.records.identity import find_notices, loss_setting
+from analysis.records.load import load_folder, load_kept, load_recorded
 from tests.analysis.conftest import loss_at
 
 
@@ -129,9 +130,9 @@ def test_measured_dilations_that_differ_are_told(write_run, tmp_path):
 def test_an_arm_is_named_by_what_differs_from_its_option(write_run, tmp_path):
     names = []
     for i, keys in enumerate([{}, {"compressor__sparsity": 0.9, "compressor__layers": "all"}]):
-        names.append(label_arm(load_folder(write_run(tmp_path / str(i), "tagc2", **keys))))
+        names.append(load_folder(write_run(tmp_path / str(i), "tagc2", **keys)).arm)
     assert names == ["tagc2", "tagc2 layers=all sparsity=0.9"]
-    assert label_arm(load_folder(write_run(tmp_path / "f", "fsdp", compressor__sparsity=0.9))) == "fsdp"
+    assert load_folder(write_run(tmp_path / "f", "fsdp", compressor__sparsity=0.9)).arm == "fsdp"
 
 
 def test_a_cell_gives_its_times_to_runs_of_its_own_step_only(write_run, tmp_path):
@@ -230,3 +231,11 @@ def test_every_claim_is_whole():
     targets = load_targets()
     assert {target["paper"] for target in targets} >= {"TAGC", "TAGC-2", "LHC"}
     assert all(target["kind"] in ("at_least", "at_most") and target["target_frac"] > 0 for target in targets)
+
+
+def test_a_changed_default_renames_no_recorded_run(tmp_path, monkeypatch, write_run):
+    folder = write_run(tmp_path / "run", "tagc2", compressor__sparsity=0.9)
+    kept = keep_run(load_folder(folder), tmp_path)
+    assert [load_folder(folder).arm, load_kept(kept).arm] == ["tagc2 sparsity=0.9"] * 2
+    monkeypatch.setattr("tagc.record.arm._option_defaults", lambda name: {"sparsity": 0.9, "name": name})
+    assert [load_folder(folder).arm, load_kept(kept).arm] == ["tagc2 sparsity=0.9"] * 2

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from analysis import results
 from analysis.arms import STYLES
+from analysis.page import run_figures
 from analysis.page.cell_tables import write_cell_tables
 from analysis.records.load import load_recorded
-from analysis.report import write_report
+from analysis.report import mark_code, write_report
 from tagc.config import COMPRESSORS
+from tagc.errors import UserError
 from tests.analysis.conftest import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +113,40 @@ def test_runs_that_hold_little_still_make_a_page(tmp_path):
     page = write_report(load_recorded([tmp_path / "runs"]), tmp_path).read_text()
     assert "interrupted after 3 of 20 steps: in no comparison" in page
     assert "no number: it diverged or was never validated: tagc2" in page
+
+
+def test_a_panel_says_where_nothing_is_recorded_and_ticks_have_no_offset(tmp_path):
+    """18.7: 100 % was `0.010` under `+9.999e1`, and a panel without a curve was empty."""
+    frame = pd.DataFrame({"arm": "tagc2", "step": [1, 2], "achieved_sparsity": [0.8, 0.81]})
+    frame = frame.assign(union_density=math.nan, peeled_frac=[0.99990, 0.99991])
+    figure = run_figures.draw_shares(frame, "tiny", 1).figure
+    figure.draw_without_rendering()
+    curves, empty, peeled = figure.axes
+    assert [text.get_text() for text in empty.texts] == ["nothing recorded"] and not curves.texts + peeled.texts
+    assert peeled.yaxis.get_offset_text().get_text() == ""
+    assert peeled.get_yticklabels()[0].get_text().startswith("99.")
+
+
+def test_notes_show_code_and_escape_the_rest(report):
+    page = (report / "index.html").read_text()
+    assert "against <code>fsdp</code> of the same seed" in page and "`" not in re.sub(
+        "<table.*?</table>", "", page, flags=re.S
+    )
+    assert mark_code("a < `b`") == "a &lt; <code>b</code>"
+
+
+def test_one_damaged_run_is_left_out_and_told_on_the_page_and_by_the_exit_code(tmp_path):
+    for name in ("whole", "broken"):
+        write_run(tmp_path / "runs" / name, "fsdp")
+    (tmp_path / "runs" / "broken" / "manifest.json").write_text("{torn")
+    command = [sys.executable, "-m", "analysis.report", str(tmp_path / "runs"), "-o", str(tmp_path / "page")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "error: broken is left out" in done.stderr and "Traceback" not in done.stderr
+    rows = (tmp_path / "page" / "tables" / "notices.csv").read_text()
+    assert re.search(r"broken,.*DAMAGED, in nothing below: .*manifest\.json", rows)
+    assert "whole,fsdp" in (tmp_path / "page" / "tables" / "runs.csv").read_text()
+    with pytest.raises(UserError, match=r"manifest\.json"):  # committed tables are made of all rows or not at all
+        load_recorded([tmp_path / "runs"])
 
 
 def test_the_results_show_the_losses_of_a_study(study, write_run, tmp_path):

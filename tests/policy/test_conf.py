@@ -7,7 +7,8 @@ import yaml
 
 import tagc.compressors
 from tagc.cli.entry import CONF_DIR
-from tagc.config import COMPRESSORS, KEYS, Config
+from tagc.config import COMPRESSORS, KEYS, Config, flatten, to_dict, uses
+from tagc.record.arm import label_arm
 from tests.policy.compose import compose_config
 
 OPTIONS = sorted((path.parent.name, path.stem) for path in CONF_DIR.glob("*/*.yaml"))
@@ -77,3 +78,13 @@ def test_a_preset_has_the_rate_of_its_name(preset: str) -> None:
     unit = {"mbps": 1, "gbps": 1000}.get(preset[-4:])
     expected = None if preset == "unlimited" else int(preset[:-4]) * unit
     assert compose_config([f"bandwidth={preset}"]).bandwidth.rate_mbps == expected
+
+
+@pytest.mark.parametrize("option", sorted(COMPRESSORS))
+def test_an_arm_is_named_after_its_option_and_what_differs_from_it(option: str) -> None:
+    """The manifest's label knows the same defaults of an option as Hydra composes."""
+    config = flatten(to_dict(compose_config([f"compressor={option}"])))
+    assert label_arm(config) == option
+    changed = config | {"compressor.layers": "blocks.0.*"}
+    expected = f"{option} layers=blocks.0.*" if uses(option, "compressor.layers") else option
+    assert label_arm(changed) == expected

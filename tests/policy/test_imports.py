@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -56,6 +57,18 @@ def test_analysis_reads_what_was_recorded_and_imports_nothing_that_runs(path: Pa
     imports = imports_of(path)
     assert not {name for name in imports if name.split(".")[0] == "experiments"}
     assert not {name for name in imports if name.startswith(("tagc.train", "tagc.launch", "tagc.comm"))}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "analysis").rglob("*.py")), ids=module_name)
+def test_analysis_loads_no_command_line_even_through_others(path: Path) -> None:
+    """Figures follow from rows: what composes today's conf/, or starts runs, is not there to be asked."""
+    script = f"import sys, {module_name(path)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert f"{module_name(path)}" in loaded
+    unwanted = ("hydra", "omegaconf", "submitit", "torch", "tagc.cli", "tagc.launch", "tagc.sweep", "tagc.train")
+    assert [name for name in loaded if name.startswith(unwanted)] == []
 
 
 def test_every_part_has_its_rule() -> None:
