@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tagc.data.cache import MANIFEST, find_cache_root, read_manifest
+from tagc.data.formats import TOKEN_DTYPE, TokenFile, inspect_file
 from tagc.data.info import DataInfo, fingerprint_contents
 from tagc.data.progress import track_progress
-from tagc.data.tokens import TOKEN_DTYPE, TokenFile, inspect_file
 from tagc.errors import UserError
 
 CHUNK_BYTES = 1 << 23
@@ -119,7 +119,7 @@ def _check_manifest(path: Path, files: list[TokenFile], hashes: list[str], vocab
 
 def _scan_files(files: list[TokenFile]) -> list[Scan]:
     """One scan per file, from the sidecar where it is valid."""
-    scans = {file: _load_sidecar(file.path) for file in files}
+    scans = {file: _load_sidecar(file) for file in files}
     total_bytes = sum(file.path.stat().st_size for file, scan in scans.items() if scan is None)
     with track_progress("checking tokens", total_bytes, enabled=total_bytes >= SHOW_PROGRESS_BYTES) as advance:
         return [scans[file] or _scan_file(file, advance) for file in files]
@@ -131,32 +131,35 @@ def _scan_file(file: TokenFile, advance: Callable[[float], None]) -> Scan:
         digest.update(stream.read(file.offset_bytes))
         while chunk := stream.read(CHUNK_BYTES):
             digest.update(chunk)
-            max_token = max(max_token, int(np.frombuffer(chunk, TOKEN_DTYPE).max()))
+            max_token = max(max_token, int(np.frombuffer(chunk, file.dtype).max()))
             advance(len(chunk))
     scan = Scan(max_token, digest.hexdigest())
-    _save_sidecar(file.path, scan)
+    _save_sidecar(file, scan)
     return scan
 
 
-def _locate_sidecar(path: Path) -> Path:
+def _locate_sidecar(file: TokenFile) -> Path:
     """A name that changes with the file. ctime as well as mtime: ``cp -p`` and ``rsync -t`` keep the latter."""
-    stat = path.stat()
-    key = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
+    stat = file.path.stat()
+    key = f"{file.path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
+    key += "" if file.dtype == TOKEN_DTYPE else f"\0{file.dtype.name}"
     return find_cache_root() / "scans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _load_sidecar(path: Path) -> Scan | None:
+def _load_sidecar(file: TokenFile) -> Scan | None:
     try:
-        scan = json.loads(_locate_sidecar(path).read_text())
+        scan = json.loads(_locate_sidecar(file).read_text())
         return Scan(int(scan["max_token"]), str(scan["sha256"]))
     except (OSError, ValueError, TypeError, KeyError):  # absent or damaged: scan the file
         return None
 
 
-def _save_sidecar(path: Path, scan: Scan) -> None:
-    sidecar = _locate_sidecar(path)
+def _save_sidecar(file: TokenFile, scan: Scan) -> None:
+    sidecar = _locate_sidecar(file)
     try:
         sidecar.parent.mkdir(parents=True, exist_ok=True)
         sidecar.write_text(json.dumps(scan._asdict()))
     except OSError as error:
-        log.info("the check of %s cannot be kept in %s (%s); it is repeated next time", path, sidecar.parent, error)
+        log.info(
+            "the check of %s cannot be kept in %s (%s); it is repeated next time", file.path, sidecar.parent, error
+        )

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tagc.data import DataInfo, Tokens, open_tokens
+from tagc.data.formats import inspect_file
 from tagc.data.info import fingerprint_contents
-from tagc.data.tokens import inspect_file, write_tokens
+from tagc.data.tokens import write_tokens
 from tagc.errors import UserError
 from tests.data.conftest import write_raw, write_shard
 
