@@ -18,11 +18,13 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import InterpolationResolutionError
 
 from tagc.cli.messages import check_keys, explain
 from tagc.cli.slurm_array import register_launcher
 from tagc.config import Config, from_omegaconf
 from tagc.errors import SweepStopped, UserError
+from tagc.host.run_lock import FolderInUse, find_holder, wait_for_signs
 from tagc.launch import RunInterrupted, launch
 from tagc.sweep.jobs import run_point
 from tagc.sweep.states import State, load_json, read_state
@@ -128,6 +130,16 @@ class JobReport(Callback):
     def has_more(cls) -> bool:
         """Whether a sweep runs in this process and points of it are not done."""
         return any(read_state(folder) is not State.DONE for folder, _ in cls.points or ())
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Refuse a folder in use before Hydra writes its own files into it."""
+        try:
+            run_dir = Path(str(config.hydra.run.dir)).absolute()
+        except InterpolationResolutionError:  # the default: a new folder, named once the job is known
+            return
+        wait_for_signs([run_dir])
+        if (holder := find_holder(run_dir)) is not None:
+            raise _JobFailed(FolderInUse(run_dir, holder))
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Tell of a failed job; in a sweep the others still run."""

@@ -30,6 +30,7 @@ from omegaconf import OmegaConf
 from tagc.cli.slurm import ENDED, FAILED, cancel_waiting, check_submission, hide_other_settings, read_states
 from tagc.errors import SweepStopped, UserError
 from tagc.host.signals import block_signals
+from tagc.sweep.jobs import is_first_node
 
 ROOT = Path(__file__).parents[2]
 TARGET = "hydra_plugins.tagc.ArrayLauncher"  # conf/hydra/launcher/slurm.yaml; Hydra takes launchers of no other package
@@ -45,7 +46,7 @@ class ArrayLauncher(SlurmLauncher):
 
     def __call__(self, sweep_overrides: list[str], *args: Any, **kwargs: Any) -> JobReturn:
         """In the job, on each node: run one point. SLURM shall see when it failed."""
-        if int(os.environ["SLURM_PROCID"]):  # the first node alone writes the run folder
+        if not is_first_node(self.config.cluster.nodes):  # the first node alone writes the run folder
             sweep_overrides = [*sweep_overrides, "hydra.output_subdir=null"]
         job_return = super().__call__(sweep_overrides, *args, **kwargs)
         if job_return.status is JobStatus.FAILED:

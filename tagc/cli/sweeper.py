@@ -17,6 +17,7 @@ from pathlib import Path
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
@@ -26,6 +27,7 @@ from tagc.cli import entry as cli
 from tagc.config import Config
 from tagc.errors import SweepStopped, UserError
 from tagc.host.device import resolve_device
+from tagc.host.run_lock import wait_for_signs
 from tagc.sweep.code import check_same_code, describe_code
 from tagc.sweep.identity import Point, name_folder
 from tagc.sweep.jobs import is_first_node
@@ -52,6 +54,7 @@ class PointSweeper(Sweeper):
 
     def __init__(self, max_batch_size: int | None = None, params: dict[str, str] | None = None) -> None:
         self._max_batch_size, self._params = max_batch_size, params or {}
+        self._has_failed = False  # a job of the last launch
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Called by Hydra, before :meth:`sweep`."""
@@ -66,9 +69,10 @@ class PointSweeper(Sweeper):
         sweep_dir = Path(str(self._config.hydra.sweep.dir)).absolute()
         points = self._expand(arguments, sweep_dir)
         wanted = _select(points, options.only)
+        is_first = is_first_node(wanted[0].config.cluster.nodes)
         with _claim_sweep(sweep_dir, is_whole=options.only is None):
             with cli.log_lines_shown():
-                missing = _find_missing(wanted, sweep_dir)
+                missing = _find_missing(wanted, sweep_dir, is_first)
             if missing and not options.mixed_code:
                 check_same_code([point.run_dir for point in points], describe_code(), sweep_dir)
             _save_marker(self._config, sweep_dir)
@@ -77,7 +81,10 @@ class PointSweeper(Sweeper):
                 cli.JobReport.has_live_table = has_live_table
                 self._run_missing(missing, options.retries)
         unfinished = [point for point in wanted if read_state(point.run_dir) is not State.DONE]
-        if unfinished and is_first_node():  # the others may not see its files yet
+        if not is_first:  # its own share counts; it may not see the first node's files yet
+            if self._has_failed:
+                raise UserError("this node's share of the run failed; see the first node's log")
+        elif unfinished:
             raise UserError(_describe_end(unfinished, len(wanted)))
 
     def _run_missing(self, missing: list[Point], retries: int) -> None:
@@ -134,11 +141,12 @@ class PointSweeper(Sweeper):
 
     def _launch(self, points: list[Point]) -> bool:
         """Hand the points to Hydra's launcher; returns False if ``sweep.fail_fast`` has ended the sweep."""
-        size = self._max_batch_size or len(points)
+        size, self._has_failed = self._max_batch_size or len(points), True
+        returned: list[JobReturn] = []
         try:
             for first in range(0, len(points), size):
                 batch = [list(point.overrides) for point in points[first : first + size]]
-                self._launcher.launch(batch, initial_job_idx=first)
+                returned += self._launcher.launch(batch, initial_job_idx=first)
         except SweepStopped:
             return False
         except OSError as error:  # Hydra writes into a point's folder before the point begins
@@ -146,6 +154,7 @@ class PointSweeper(Sweeper):
                 f"{error.filename or self._config.hydra.sweep.dir} cannot be written ({error.strerror}); free space or "
                 "fix its permissions; the same command then goes on"
             ) from error
+        self._has_failed = any(job.status is not JobStatus.COMPLETED for job in returned)
         return True
 
 
@@ -168,11 +177,13 @@ def _select(points: list[Point], only: int | None) -> list[Point]:
     return [points[only]]
 
 
-def _find_missing(points: list[Point], sweep_dir: Path) -> list[Point]:
-    """Those that are not done. Errors: ``UserError`` if one is being run by somebody else."""
+def _find_missing(points: list[Point], sweep_dir: Path, is_first: bool) -> list[Point]:
+    """Those that are not done. Errors: ``UserError`` if one is being run by somebody else than our own first node."""
+    if is_first:
+        wait_for_signs([point.run_dir for point in points])
     states = [read_state(point.run_dir) for point in points]
     for point, state in zip(points, states, strict=True):
-        if state is State.RUNNING:
+        if state is State.RUNNING and is_first:
             raise UserError(
                 f"point {point.number} ({point.settings}) of {sweep_dir} is being run by "
                 f"{describe_job(point.run_dir)}; wait for it, or choose another folder with hydra.sweep.dir"

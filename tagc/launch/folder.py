@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tagc.config import Config
-from tagc.errors import UserError
+from tagc.host.run_lock import FolderInUse, hold_folder
 from tagc.launch.failures import RankFailure
 from tagc.launch.interrupts import RunInterrupted
 
-
-class FolderInUse(UserError):
-    """The run folder belongs to a run that is still going on."""
+__all__ = ["FolderInUse", "claim_folder", "read_outcome", "write_failed_summary"]
 
 
 @contextlib.contextmanager
@@ -27,23 +23,8 @@ def claim_folder(run_dir: Path) -> Iterator[None]:
 
     Errors: :class:`FolderInUse`; ``UserError`` if it cannot be written.
     """
-    from tagc.host.files import prepare_run_dir
-
-    prepare_run_dir(run_dir)
-    handle = os.open(run_dir, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise FolderInUse(
-            f"the run folder {run_dir} is in use by another run; set hydra.run.dir to a new one"
-        ) from None
-    except OSError:
-        pass  # some network file systems have no locks; the default folder names do not collide anyway
-    try:
+    with hold_folder(run_dir):
         yield
-    finally:
-        os.close(handle)
 
 
 def read_outcome(run_dir: Path, stopped_by: int | None) -> dict[str, Any]:

@@ -12,16 +12,18 @@ from typing import Any
 
 from tagc.config import Config
 from tagc.errors import UserError
-from tagc.launch import FolderInUse
 from tagc.sweep.code import describe_code
-from tagc.sweep.states import State, describe_job, load_json, read_state, record_job
+from tagc.sweep.states import State, load_json, read_state, record_job
 
 logger = logging.getLogger("tagc")
 
 
-def is_first_node() -> bool:
-    """Whether this process keeps the record; a run's other nodes, which srun starts too, only help."""
-    return os.environ.get("SLURM_PROCID", "0") == "0"
+def is_first_node(nodes: int) -> bool:
+    """Whether this process keeps the record of a run on ``nodes`` machines (``cluster.nodes``); the others only help.
+
+    On one machine every process is the first: what else srun started is another command.
+    """
+    return nodes == 1 or os.environ.get("SLURM_PROCID", "0") == "0"
 
 
 def run_point(config: Config, run_dir: Path, launch: Callable[[Config, Path], dict[str, Any]]) -> dict[str, Any]:
@@ -29,14 +31,11 @@ def run_point(config: Config, run_dir: Path, launch: Callable[[Config, Path], di
 
     Errors: those of :func:`tagc.launch.launch`, and ``FolderInUse`` when the point runs elsewhere.
     """
-    if not is_first_node():
+    if not is_first_node(config.cluster.nodes):
         return launch(config, run_dir)
-    state = read_state(run_dir)
-    if state is State.DONE:  # by another command, since this sweep began
+    if read_state(run_dir) is State.DONE:  # by another command, since this sweep began
         logger.info("done already: %s", run_dir)
         return load_json(run_dir / "summary.json")
-    if state is State.RUNNING:
-        raise FolderInUse(f"the point in {run_dir} is being run by {describe_job(run_dir)}")
     with record_job(run_dir, describe_code()) as job:
         try:
             summary = launch(config, run_dir)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
-import time
 from pathlib import Path
 
 import pytest
 
 from tagc.cli import sweeper
 from tagc.config import Config
-from tagc.sweep import jobs, states
+from tagc.sweep import jobs
 from tagc.sweep.identity import hash_config, name_folder
 from tagc.sweep.states import State, read_state
 from tests.cli.conftest import Command
@@ -144,35 +142,37 @@ def test_a_folder_that_is_something_else_or_in_use(command: Command, tmp_path: P
     os.close(handle)
 
 
-def test_whether_a_job_runs(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(**job: object) -> Path:
-        folder = point_dir(tmp_path, 1)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder.parent / "multirun.yaml").touch()
-        (folder / "job.json").write_text(json.dumps(job))
-        return folder
-
-    parent = os.getppid()
-    alive = {"host": socket.gethostname(), "pid": parent, "process_start": states._process_start(parent)}
-    folder = leave(**alive)
+def test_a_point_that_runs_elsewhere_stops_the_sweep(command: Command, tmp_path: Path) -> None:
+    folder = point_dir(tmp_path, 1)
+    folder.mkdir(parents=True)
+    (folder.parent / "multirun.yaml").touch()
+    (folder / "job.json").write_text(json.dumps({"pid": 1}))
+    assert read_state(folder) is State.INTERRUPTED, "killed"
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    os.write(handle, json.dumps({"host": "here", "pid": 7}).encode())
+    fcntl.flock(handle, fcntl.LOCK_EX)
     assert read_state(folder) is State.RUNNING
     code, _, err = command(*SWEEP, "seed=1,2")
-    assert code == 1 and f"is being run by process {parent} on" in err
+    assert code == 1 and "is being run by process 7 on here" in err
     assert not point_dir(tmp_path, 2).exists()
-    assert read_state(leave(**alive | {"process_start": "1"})) is State.INTERRUPTED, "the id was used again"
-    assert read_state(leave(**alive | {"ended_at": 1})) is State.INTERRUPTED
-    for damage in ({"pid": "abc"}, {"pid": None}, {"pid": 2**40, "process_start": None}):
-        assert read_state(leave(**alive | damage)) is State.INTERRUPTED
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    elsewhere = {"host": "elsewhere", "pid": 1, "process_start": "1"}
-    assert read_state(leave(**elsewhere, slurm_job="8")) is State.RUNNING
-    assert read_state(leave(**elsewhere, slurm_job="7")) is State.INTERRUPTED, "our own job, requeued"
-    folder = leave(**elsewhere)
-    os.utime(folder / "job.json", (time.time() - 2 * states.SILENCE_S,) * 2)
-    assert read_state(folder) is State.INTERRUPTED
+    os.close(handle)
+    assert command(*SWEEP, "seed=1,2")[0] == 0 and read_state(folder) is State.DONE
 
 
 @pytest.mark.parametrize(("experiment", "count"), [("laptop", 5), ("ablation", 16), ("paper_tagc", 15)])
 def test_the_grid_of_an_experiment_is_in_its_file(command: Command, experiment: str, count: int) -> None:
     _, _, err = command(*SWEEP, f"experiment={experiment}", f"sweep.only={count}")
     assert f"sweep.only={count}: the sweep has {count} points" in err
+
+
+def test_a_single_run_leaves_a_folder_in_use_alone(command: Command, tmp_path: Path) -> None:
+    """Hydra writes .hydra/ before a job begins."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    code, _, err = command("seed=1", f"hydra.run.dir={folder}")
+    assert code == 1 and "in use by another run" in err
+    assert os.listdir(folder) == [".lock"]
+    os.close(handle)
+    assert command("seed=1", f"hydra.run.dir={folder}")[0] == 0
