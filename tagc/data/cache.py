@@ -7,16 +7,20 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from tagc.data.progress import track_progress
 from tagc.errors import UserError
 
 MANIFEST = "manifest.json"
 LOCK_TIMEOUT_S = 600.0
+SILENT_WAIT_S = 1.0  # longer waits are explained
 
 log = logging.getLogger("tagc")
 
@@ -86,7 +90,7 @@ def ensure_folder(folder: Path, build: Callable[[Path], None]) -> dict[str, Any]
         return read_manifest(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock", timeout=LOCK_TIMEOUT_S):
+        with _hold_lock(folder):
             damage = find_damage(folder) if folder.exists() else "absent"
             if damage is not None:
                 if folder.exists():
@@ -103,6 +107,30 @@ def ensure_folder(folder: Path, build: Callable[[Path], None]) -> dict[str, Any]
             f"cannot write the token cache in {folder.parent}: {error}; set XDG_CACHE_HOME or data.path to a writable "
             "folder with free space"
         ) from error
+
+
+@contextmanager
+def _hold_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, and leave a note of who does. One who has to wait says once for whom."""
+    lock, note = FileLock(f"{folder}.lock"), folder.with_name(f"{folder.name}.holder")
+    try:
+        lock.acquire(timeout=SILENT_WAIT_S)
+    except Timeout:
+        try:
+            other = note.read_text(encoding="utf-8")
+        except OSError:
+            other = "another process"
+        log.info("waiting for %s, which makes the tokens in %s; this takes it some seconds to a minute", other, folder)
+        with track_progress("waiting for the tokens", total=None):
+            lock.acquire(timeout=LOCK_TIMEOUT_S)
+    try:
+        with suppress(OSError):
+            note.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        yield
+    finally:
+        with suppress(OSError):
+            note.unlink(missing_ok=True)
+        lock.release()
 
 
 def _build_and_publish(folder: Path, build: Callable[[Path], None]) -> None:

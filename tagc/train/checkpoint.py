@@ -23,7 +23,7 @@ from tagc.config import Config, to_dict
 from tagc.errors import UserError
 from tagc.train import checkpoint_files as files
 from tagc.train.checkpoint_files import CheckpointInfo, DamagedCheckpoint
-from tagc.train.checkpoint_state import collect_state, restore_state
+from tagc.train.checkpoint_state import collect_state, count_bytes, restore_state
 
 if TYPE_CHECKING:
     from tagc.train.trainer import Trainer
@@ -106,7 +106,11 @@ class Checkpoints:
             try:
                 dcp.save(staged, storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # every rank gets all ranks' failures
-                raise _SaveFailed(_first_reason(error)) from None
+                needed_bytes = sum(self._agree(lambda: count_bytes(staged)))
+                reason = _first_reason(error)
+                if self._rank == 0:  # which deletes the partial folder then
+                    reason = files.explain_failure(reason, partial, needed_bytes)
+                raise _SaveFailed(reason) from None
             for part in self._agree(lambda: self._measure_own(partial)):
                 info.files |= part
             self._agree(lambda: files.commit(folder, info) if self._rank == 0 else None)

@@ -112,6 +112,19 @@ def start_partial(folder: Path) -> None:
     partial_dir(folder).mkdir()
 
 
+def explain_failure(reason: str, partial: Path, needed_bytes: int) -> str:
+    """Why a checkpoint could not be written into ``partial``: torch's reason may be an archive library's assertion.
+
+    ``needed_bytes``: of all ranks' tensors together. What was written of it already counts as free.
+    """
+    try:
+        free_bytes = shutil.disk_usage(partial).free + sum(path.stat().st_size for path in partial.iterdir())
+    except OSError:  # the folder is gone, or its disk
+        return reason
+    room = f"{needed_bytes:,} bytes are needed and {free_bytes:,} are free on the disk of {partial.parent}"
+    return f"the disk is full: {room}" if free_bytes < needed_bytes else f"{reason}; {room}"
+
+
 def commit(folder: Path, info: CheckpointInfo) -> None:
     """Turn the partial folder, whose other files are on the disk already, into the complete checkpoint ``folder``."""
     partial = partial_dir(folder)

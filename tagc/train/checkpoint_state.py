@@ -20,6 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from tagc.compressors import COMPRESSORS
 from tagc.train.checkpoint_files import CheckpointInfo
@@ -115,3 +117,9 @@ def _reshard(full: Tensor, shard_numel: int, trainer: Trainer) -> Tensor:
     common = min(len(full), len(resized))
     resized[:common] = full[:common]
     return resized.view(trainer.ranks, shard_numel).to(trainer.device)
+
+
+def count_bytes(state: Any) -> int:
+    """Bytes of this rank's tensors in a state of nested dicts and lists; of a sharded one its own part."""
+    leaves = (leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in tree_leaves(state))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))

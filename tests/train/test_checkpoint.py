@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -150,3 +153,36 @@ def test_bad_folders(tmp_path: Path) -> None:
         assert "another model: lm_head.weight is [211, 48] there and None here; set trainer.resume" in found["refused"]
         assert "no checkpoint of" in found["hopeless"] and "checkpoint.json is damaged" in found["hopeless"]
         assert found["left"] == ["damaged_step_00000005", "damaged_step_00000006"]
+
+
+def save_on_a_small_disk(rank: int, data: DataInfo, folder: str) -> list[str]:
+    """What rank 0 logs of a checkpoint that does not fit, and whether training went on."""
+    config = make_config("fsdp")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tagc").addHandler(handler)
+    trainer = build_trainer(config, data)
+    with Checkpoints(Path(folder), config) as checkpoints:
+        train_until(trainer, 1, checkpoints)
+        assert not checkpoints.wait()
+        train_until(trainer, 2)
+    assert trainer.step == 2 and not list_checkpoints(Path(folder))
+    return [line for line in lines if "no checkpoint was saved" in line]
+
+
+def test_a_full_disk_is_named_with_the_bytes_needed_and_free(tmp_path: Path) -> None:
+    disk = tmp_path / "run" / "checkpoints"
+    disk.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("a small disk can be mounted by root only")
+    try:
+        (line,), _ = run_ranks(save_on_a_small_disk, 2, write_tokens(tmp_path), str(tmp_path / "run"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    found = re.search(
+        r"the disk is full: ([0-9,]+) bytes are needed and ([0-9,]+) are free on the disk of (\S+)\)", line
+    )
+    assert found is not None, line
+    needed, free = (int(number.replace(",", "")) for number in found.groups()[:2])
+    assert needed > 65536 >= free > 0 and found[3] == str(disk)
