@@ -25,6 +25,7 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup, escape
 
+from analysis.numbers.cells import find_crossovers, summarise_cell
 from analysis.numbers.losses import compare_losses
 from analysis.numbers.run_times import SERIES, StepTimes, compare_at_equal_time, list_step_times, own_step_ms
 from analysis.numbers.schedules import compare_whole_schedules
@@ -38,7 +39,7 @@ from analysis.page.cell_tables import (
 from analysis.page.claims import make_claims_sheet
 from analysis.page.figures import Drawing
 from analysis.page.sheet import Sheet
-from analysis.records.cells import Cell, find_crossovers, summarise_cell
+from analysis.records.cells import Cell
 from analysis.records.identity import find_notices, group_runs, loss_setting, select_newest
 from analysis.records.load import Recorded, Run, load_recorded
 from tagc.errors import UserError

@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.arms import sort_arms
+from analysis.numbers.cells import BASELINES, find_crossovers, read_estimate, summarise_cell
 from analysis.numbers.losses import compare_losses
 from analysis.numbers.run_times import SERIES
 from analysis.numbers.schedules import compare_whole_schedules
@@ -23,7 +24,6 @@ from analysis.page.answer import is_own_setting, pick_setting
 from analysis.page.claims import make_claims_sheet
 from analysis.page.loss_tables import format_degradation, make_schedule_sheet
 from analysis.page.sheet import MISSING, Sheet, format_number, format_range
-from analysis.records.cells import BASELINES, find_crossovers, read_estimate, summarise_cell
 from analysis.records.load import Recorded, load_recorded
 from tagc.errors import UserError
 from tagc.host.files import write_text_atomic

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.arms import sort_arms
+from analysis.numbers.cells import spell
 from analysis.numbers.stats import UNKNOWN, mean_interval
-from analysis.records.cells import spell
 from analysis.records.identity import group_runs, loss_setting, select_newest
 from analysis.records.load import Run
 

@@ -14,8 +14,9 @@ import numpy as np
 import pandas as pd
 
 from analysis.arms import sort_arms
+from analysis.numbers.cells import BASELINES, find_zeros, select_timed, spell
 from analysis.numbers.stats import UNKNOWN, mean_interval
-from analysis.records.cells import BASELINES, Cell, describe_machine, find_zeros, select_timed, spell
+from analysis.records.cells import Cell, describe_machine
 from analysis.records.identity import describe_differences, group_runs, loss_setting, select_newest, time_setting
 from analysis.records.load import Run
 

@@ -14,9 +14,10 @@ import numpy as np
 import pandas as pd
 
 from analysis.arms import sort_arms
+from analysis.numbers.cells import BASELINES, spell
 from analysis.numbers.run_times import SERIES, Key, list_step_times
 from analysis.numbers.stats import UNKNOWN, mean_interval
-from analysis.records.cells import BASELINES, Cell, spell
+from analysis.records.cells import Cell
 from analysis.records.identity import Setting, group_runs, loss_setting, sort_by_start
 from analysis.records.load import Run
 

@@ -12,12 +12,12 @@ import matplotlib
 import pandas as pd
 
 from analysis.arms import compressor_of, sort_arms, style_of
+from analysis.numbers.cells import find_crossovers, read_estimate
 from analysis.numbers.stats import Estimate
 from analysis.page.claims import list_verdicts
 from analysis.page.figures import SETTINGS, Drawing, make_figure, set_log_ticks
 from analysis.page.loss_tables import format_degradation
 from analysis.page.sheet import MISSING, Sheet, format_range
-from analysis.records.cells import find_crossovers, read_estimate
 
 CEILING, BASELINE, RIVAL = "noop", "fsdp", "bf16"
 OWN_AIM = "aim of this project"

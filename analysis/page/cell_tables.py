@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from analysis.numbers.cells import find_crossovers, pair_blocks, read_estimate, summarise_cell
 from analysis.numbers.stats import paired_saving
 from analysis.page.sheet import MISSING, Sheet, format_estimate, format_number
-from analysis.records.cells import (
-    NETWORKS,
-    Cell,
-    find_crossovers,
-    load_cells,
-    pair_blocks,
-    read_estimate,
-    summarise_cell,
-)
+from analysis.records.cells import NETWORKS, Cell, load_cells
 from tagc.host.files import write_text_atomic
 
 CELL_HEADERS = (

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from analysis.arms import compressor_of
+from analysis.numbers.cells import read_estimate
 from analysis.numbers.stats import Estimate
 from analysis.page.sheet import Sheet, format_estimate
-from analysis.records.cells import read_estimate
 
 TARGETS = Path(__file__).with_name("targets.csv")
 LEAST_N = 3  # values that an interval must come from to prove a claim
@@ -43,7 +43,7 @@ def load_targets(path: Path = TARGETS) -> list[dict[str, Any]]:
 def collect_evidence(target: dict[str, Any], cells: pd.DataFrame, losses: pd.DataFrame) -> list[Evidence]:
     """All measured values of the claim's arm and metric.
 
-    cells: lines of :func:`analysis.records.cells.summarise_cell`; losses: of
+    cells: lines of :func:`analysis.numbers.cells.summarise_cell`; losses: of
     :func:`analysis.numbers.losses.compare_losses`.
     """
     metric = target["metric"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pandas as pd
 
+from analysis.numbers.cells import read_estimate
 from analysis.numbers.run_times import SERIES, find_equal_loss_crossovers
 from analysis.page.cell_tables import format_crossover
 from analysis.page.sheet import MISSING, Sheet, format_estimate, format_number
-from analysis.records.cells import read_estimate
 
 RATE_NOTE = (
     "Sooner up to: rate above which nothing is saved, interpolated over its logarithm; `>`, `<`: beyond all rates."

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from analysis.numbers.cells import read_estimate
 from analysis.page.cell_tables import describe_link, format_saving
 from analysis.page.sheet import MISSING, Sheet, format_estimate, format_number, format_range
-from analysis.records.cells import Cell, read_estimate
+from analysis.records.cells import Cell
 
 MODEL_ARMS = ("noop", "fsdp", "bf16", "tagc", "tagc2", "packed", "int8")
 MODEL_RATES_GBPS = (1.0, 10.0, 100.0)

@@ -8,9 +8,9 @@ import matplotlib
 import pandas as pd
 
 from analysis.arms import compressor_of, sort_arms, style_of
+from analysis.numbers.cells import BASELINES
 from analysis.page.claims import LEAST_N
 from analysis.page.figures import SETTINGS, Drawing, add_legend, draw_intervals, draw_line, make_figure, set_log_ticks
-from analysis.records.cells import BASELINES
 
 LEAST_SPAN = 1.0  # of a scale of shares, in percentage points
 MOST_LINES = 10  # that one can tell apart

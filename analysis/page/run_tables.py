@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import pandas as pd
 
 from analysis.arms import sort_arms
+from analysis.numbers.cells import read_estimate
 from analysis.numbers.run_times import compare_run_times
 from analysis.page.cell_tables import describe_commit
 from analysis.page.sheet import MISSING, Sheet, format_estimate, format_number
-from analysis.records.cells import describe_machine, read_estimate
+from analysis.records.cells import describe_machine
 from analysis.records.identity import Notice, describe_differences, group_runs, loss_setting, select_newest
 from analysis.records.load import Recorded, Run
 

@@ -10,7 +10,6 @@ load average at the end of the run: above the number of cores something else was
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import subprocess
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from experiments.rows import append_row, make_parser
 from tagc.host.device import count_cores
 from tagc.network.link import WIRE_BYTES_PER_BYTE
 from tagc.record import load_summary
@@ -95,7 +95,7 @@ def load_measured(path: Path = MEASURED) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--repeat", action="store_true", help="measure what is there already again")
     parser.add_argument("--steps", type=int, default=9, help="steps of every run; the first three are not timed")
     arguments = parser.parse_args()
@@ -106,12 +106,7 @@ def main() -> None:
         if tuple(run.values()) in known:
             continue
         row = measure(run, arguments.steps)
-        is_new = not MEASURED.exists()
-        with MEASURED.open("a", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-            if is_new:
-                writer.writeheader()
-            writer.writerow(row)
+        append_row(MEASURED, row, FIELDS)
         sys.stdout.write(f"{' '.join(map(str, run.values()))}: {row['iteration_ms_median']} ms, load {row['load']}\n")
 
 

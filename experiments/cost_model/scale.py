@@ -12,7 +12,6 @@ baseline by at least 0.1 %).
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +22,7 @@ from typing import Any
 from experiments.cost_model.inputs import CodecTimes, build_workload, make_units
 from experiments.cost_model.measure import load_measured
 from experiments.cost_model.validate import measured_codec, measured_compute_ms, nano
+from experiments.rows import make_parser, write_rows
 from tagc.cli.entry import compose_config
 from tagc.network.calibration import reference_compute_s, resolve_dilation
 from tagc.predict.cost_model import LinkCost, UnitCost, predict_iteration_ms
@@ -126,7 +126,7 @@ def rows_of(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--message-us", type=float, default=10.0, help="cost of a message, assumed (default 10)")
     parser.add_argument("--gpu", default="rtx3080", help="reference GPU (default rtx3080)")
     results = list(rows_of(parser.parse_args()))
@@ -135,10 +135,7 @@ def main() -> None:
         "crossover.csv": [crossover for crossover, _ in results],
     }
     for name, rows in tables.items():
-        with (FOLDER / name).open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(FOLDER / name, rows)
 
 
 if __name__ == "__main__":

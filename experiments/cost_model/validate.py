@@ -13,7 +13,6 @@ by the wall time over the CPU time of the computation in that very run, so it te
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 from functools import cache
@@ -26,6 +25,7 @@ from rich.table import Table
 
 from experiments.cost_model.inputs import CodecTimes, Workload, build_workload, make_units
 from experiments.cost_model.measure import KEYS, MEASURED, load_measured
+from experiments.rows import write_rows
 from tagc.cli.entry import compose_config
 from tagc.predict.cost_model import LinkCost, UnitCost, predict_iteration_ms
 
@@ -133,10 +133,7 @@ def validate_rows(inputs: list[Row], rows: list[Row], source: str) -> list[Row]:
 def main() -> None:
     inputs = load_measured()
     rows = [line for path in (MEASURED, FROM_README) for line in validate_rows(inputs, load_measured(path), path.name)]
-    with VALIDATION.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(VALIDATION, rows)
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*map(str, row.values()))

@@ -11,7 +11,6 @@ Kinds: see experiments/faults/kinds.py. The overrides are run.py's. A fault wait
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 
 from experiments.faults.kinds import KINDS, RESTARTING, small_disk
 from experiments.faults.training import Run, compare_ends
+from experiments.rows import write_rows
 from tagc.train.checkpoint_files import list_checkpoints
 
 COLUMNS = ("kind", "at_step", "repeated_steps", "seconds_to_next_step")
@@ -73,10 +73,7 @@ def main() -> int:
             report = [inject_fault(run, kind, step) for step, kind in sorted(faults)]
             run.wait_for_end()
         result = compare_ends(run, reference)
-    with arguments.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(report)
+    write_rows(arguments.out, report, COLUMNS)
     sys.stdout.write(json.dumps(result) + "\n")
     return 0 if all(result.values()) else 1
 

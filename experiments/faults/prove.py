@@ -8,15 +8,15 @@ and all other state of every rank, by size and CRC-32). Overrides of run.py may 
 
 from __future__ import annotations
 
-import argparse
-import csv
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from experiments.faults.kinds import KINDS
 from experiments.faults.training import Run, compare_ends
+from experiments.rows import make_parser, write_rows
 from tagc.config import COMPRESSORS
 from tagc.record.manifest import describe_git
 from tagc.train.checkpoint_files import list_checkpoints
@@ -47,22 +47,21 @@ def prove(compressor: str, folder: Path, overrides: list[str]) -> dict[str, Any]
 
 def main() -> int:
     """Prove all, write the rows as they come; returns 0 if every run ended as its reference."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     version = describe_git(ignored=["experiments/faults/*.csv"])
-    rows = []
-    with arguments.out.open("w", newline="") as file:
+    rows: list[dict[str, Any]] = []
+
+    def prove_all() -> Iterator[dict[str, Any]]:
         for compressor in COMPRESSORS:
             with tempfile.TemporaryDirectory(prefix="tagc_prove_") as folder:
                 rows.append(prove(compressor, Path(folder), arguments.overrides) | version)
-            writer = csv.DictWriter(file, rows[0].keys())
-            if len(rows) == 1:
-                writer.writeheader()
-            writer.writerow(rows[-1])
-            file.flush()
             sys.stdout.write(f"{rows[-1]}\n")
+            yield rows[-1]
+
+    write_rows(arguments.out, prove_all())
     return 0 if all(row["losses_equal"] and row["checkpoint_equal"] and row["no_orphan"] for row in rows) else 1
 
 

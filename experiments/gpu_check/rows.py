@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import sys
 import time
@@ -13,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from experiments.rows import append_row
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ("part", "name", "setting", "metric", "unit", "value", "p20", "p80", "n")
@@ -48,11 +49,7 @@ class Part:
         p20, p80, n = spread or (None, None, 1)
         words = " ".join(f"{key}={value}" for key, value in setting.items() if value is not None)
         row = dict(zip(COLUMNS, (self.name, name, words, metric, unit, value, p20, p80, n), strict=False))
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if file.tell() == 0:
-                writer.writeheader()
-            writer.writerow(row | describe_origin(self.commit, self.device))
+        append_row(path, row | describe_origin(self.commit, self.device), COLUMNS)
 
 
 @cache

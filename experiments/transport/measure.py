@@ -7,16 +7,15 @@ Two ranks in network namespaces (root needed), 50, 200 and 1,000 Mbit/s, all arm
 
 from __future__ import annotations
 
-import argparse
-import csv
 import logging
 import statistics
-import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from experiments.rows import make_parser, write_rows
 from experiments.transport.worker import run_rank
 from tagc.config import BandwidthConfig, CompressorConfig, Config, ModelConfig, NetworkConfig, TrainerConfig
 from tagc.launch import launch
@@ -67,18 +66,19 @@ def summarise(rate_mbps: float, rows: list[dict[str, Any]]) -> list[dict[str, An
     return result
 
 
+def measure_rates() -> Iterator[dict[str, Any]]:
+    """The rows of each link rate in turn."""
+    for rate_mbps in RATES_MBPS:
+        with tempfile.TemporaryDirectory() as folder:
+            yield from summarise(rate_mbps, launch(configure(rate_mbps), Path(folder), run_rank)["rows"])
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, help="CSV file; default: standard output")
     out = parser.parse_args().out
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with out.open("w", newline="") if out else sys.stdout as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for rate_mbps in RATES_MBPS:
-            with tempfile.TemporaryDirectory() as folder:
-                writer.writerows(summarise(rate_mbps, launch(configure(rate_mbps), Path(folder), run_rank)["rows"]))
-            file.flush()
+    write_rows(out, measure_rates(), COLUMNS)
     logging.info("measured at commit %s", describe_git()["git_commit"])
 
 

@@ -8,9 +8,10 @@ import math
 import pandas as pd
 import pytest
 
+from analysis.numbers.cells import find_crossovers, pair_blocks, select_timed, summarise_cell
 from analysis.numbers.stats import paired_saving
 from analysis.page.cell_tables import make_agreement_sheet, make_cell_sheet, make_memory_sheet, make_transport_sheet
-from analysis.records.cells import Cell, find_crossovers, load_cell, pair_blocks, select_timed, summarise_cell
+from analysis.records.cells import Cell, load_cell
 from tagc.errors import UserError
 
 #: arm -> (ms per step beside a drift, gradient bytes)
