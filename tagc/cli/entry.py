@@ -29,7 +29,8 @@ from tagc.launch import RunInterrupted, launch
 from tagc.sweep.jobs import run_point
 from tagc.sweep.states import State, load_json, read_state
 
-CONF_DIR = Path(__file__).parents[2] / "conf"
+_IN_WHEEL = Path(__file__).parents[1] / "conf"  # where setup.py puts it
+CONF_DIR = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[2] / "conf"
 
 
 def register_schema() -> None:

@@ -14,7 +14,14 @@ CHAIN = ["codec", "kernels", "compressors", "comm", "api", "train"]  # each may 
 SIDE = ["model", "data", "network", "record", "predict"]  # know nothing of train
 GROUND = ["host", "config", "errors"]  # know nothing of the rest
 GLUE = ["launch", "sweep", "cli"]  # between run.py and the parts; nobody below imports them
-KNOWS_HYDRA = ["tagc.config.check", "tagc.cli.entry", "tagc.cli.messages", "tagc.cli.slurm_array", "tagc.cli.sweeper"]
+KNOWS_HYDRA = [
+    "tagc.config.check",
+    "tagc.cli.__main__",
+    "tagc.cli.entry",
+    "tagc.cli.messages",
+    "tagc.cli.slurm_array",
+    "tagc.cli.sweeper",
+]
 
 
 def forbidden_parts(part: str) -> set[str]:
