@@ -48,8 +48,8 @@ check: $(STAMP)  ## lint, formatting and types; changes nothing
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## time the kernels against a copy, once their tests pass (QUICK=1: under a minute)
-	$(BIN)/python -m pytest tests/kernels
+bench: $(STAMP)  ## time the kernels against a copy, once their tests pass (QUICK=1: one setting, about a minute)
+	$(BIN)/python -m pytest tests/kernels $(if $(QUICK),-m timed -n 0)
 	$(BIN)/python -m experiments.kernels.bench $(if $(QUICK),--quick) $(ARGS)
 
 gpu-check: $(STAMP)  ## on a machine with a GPU: kernel tests, waits, speed, GPT-2 steps (6 minutes at most)

@@ -5,24 +5,25 @@
         def backend(self):
             return resolve_backend("cpu")[1]
 
-Sketches are compared with the reference backend, packed values and blocks with an element-by-element oracle. Integers,
-masks and what is kept must be equal; sums may differ in their order. Sizes and device are class attributes.
+Every result is compared with an oracle that works element by element (tests/kernels/oracle.py). Integers, masks and
+what is kept must be equal; sums may differ in their order. Sizes and device are class attributes.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import ClassVar
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 
-from tagc.codec.bitmap import or_bitmaps, unpack_bits
+from tagc.codec.bitmap import unpack_bits
 from tagc.codec.sparsify import draw_positions
-from tagc.kernels import reference
 from tests.kernels import oracle
-from tests.kernels.cases import Case, Inputs, make_cases, make_inputs, make_layout, make_table
+from tests.kernels.cases import SEED, TIMED, Case, Inputs, make_cases, make_inputs, make_layout, make_table
 
 BLOCK = 256
 
@@ -44,11 +45,12 @@ def assert_sums(actual: Tensor, expected: Tensor, rounding: float = 1e-5) -> Non
 
 
 class KernelContract:
-    """A backend against the reference and the oracle."""
+    """A backend against the oracle."""
 
     device: ClassVar[str] = "cpu"
+    timed: ClassVar[bool] = True  # whether the benchmark times this backend here
     cases: ClassVar[list[Case]] = make_cases()
-    decode_sizes: ClassVar[tuple[int, ...]] = (1, 33, 257, 5003, 24_593)
+    decode_sizes: ClassVar[tuple[int, ...]] = (1, 33, 257, 5003, 12_289)
     decode_lanes: ClassVar[tuple[int | None, ...]] = (None, 7, 127, 251)
 
     @pytest.fixture
@@ -57,11 +59,19 @@ class KernelContract:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "case" in metafunc.fixturenames:
-            metafunc.parametrize("case", self.cases, ids=str)
-        if "decode_numel" in metafunc.fixturenames:
-            metafunc.parametrize("decode_numel", self.decode_sizes)
-        if "decode_lane_count" in metafunc.fixturenames:
-            metafunc.parametrize("decode_lane_count", self.decode_lanes)
+            metafunc.parametrize("case", [self.mark(case, case == TIMED) for case in self.cases])
+        if "decode_case" in metafunc.fixturenames:
+            lanes = self.decode_lanes  # four, and five densities: each meets all sizes and all densities
+            every = [
+                (*each, lanes[n % len(lanes)])
+                for n, each in enumerate(product(self.decode_sizes, (0.0, "one", 0.01, 0.15, 1.0)))
+            ]
+            largest = max(self.decode_sizes)
+            metafunc.parametrize("decode_case", [self.mark(each, each[:2] == (largest, 0.15)) for each in every])
+
+    def mark(self, value: object, is_timed: bool) -> ParameterSet:
+        """A parameter, marked if it is what ``make bench QUICK=1`` is gated on."""
+        return pytest.param(value, id=str(value), marks=[pytest.mark.timed] if is_timed and self.timed else [])
 
     def put(self, tensor: Tensor) -> Tensor:
         """A copy on the device under test."""
@@ -69,35 +79,35 @@ class KernelContract:
 
     # --- sketch: encode -----------------------------------------------------------------------------------------
 
-    def encode_sketch_twice(self, backend, case: Case, inputs: Inputs):
-        """(what the backend gave, its carry and owed), then the same of the reference."""
-        layout, results = make_layout(case), []
-        for kernels, device in ((backend, torch.device(self.device)), (reference, torch.device("cpu"))):
-            carry, owed = inputs.carry_WN.clone().to(device), inputs.owed_WB.clone().to(device)
-            encoded = kernels.encode_sketch(
-                inputs.gradient_WN.clone().to(device),
-                carry,
-                owed,
-                inputs.threshold_W1.to(device),
-                decay=case.decay,
-                rank=case.rank,
-                layout=layout,
-                table=make_table(layout, device),
-                wire_dtype=case.wire_dtype,
-                error_feedback=case.error_feedback,
-            )
-            results.append((encoded, carry, owed))
-        return results
+    def encode_sketch(self, backend, case: Case, inputs: Inputs):
+        """(what the backend gave, its new carry and owed, what the oracle says)."""
+        layout, device = make_layout(case), torch.device(self.device)
+        carry, owed = self.put(inputs.carry_WN), self.put(inputs.owed_WB)
+        encoded = backend.encode_sketch(
+            self.put(inputs.gradient_WN),
+            carry,
+            owed,
+            inputs.threshold_W1.to(device),
+            decay=case.decay,
+            rank=case.rank,
+            layout=layout,
+            table=make_table(layout, device),
+            wire_dtype=case.wire_dtype,
+            error_feedback=case.error_feedback,
+        )
+        x_WN = oracle.add_owed_residual(inputs.gradient_WN, inputs.carry_WN, inputs.owed_WB, case.decay)
+        arguments = (x_WN, inputs.threshold_W1, case.rank, layout, SEED, case.error_feedback)
+        return encoded, carry, owed, oracle.encode_sketch(*arguments)
 
     def check_encoded_sketch(self, backend, case: Case, inputs: Inputs, finite: bool = True) -> None:
-        (got, carry, owed), (expected, carry_expected, owed_expected) = self.encode_sketch_twice(backend, case, inputs)
-        assert_same(carry, carry_expected)
+        got, carry, owed, expected = self.encode_sketch(backend, case, inputs)
+        assert_same(carry, expected.carry_WN.to(case.state_dtype))
         for name in ("index_WB", "own_N", "kept_W"):
             assert_same(getattr(got, name), getattr(expected, name))
-        assert_same(owed, owed_expected)
+        assert_same(owed, expected.owed_WB)
         if finite:
-            assert_sums(got.cells_WS, expected.cells_WS)
-            assert_sums(got.residual_squared, expected.residual_squared, rounding=1e-4)
+            assert_sums(got.cells_WS, expected.cells_WS.to(case.wire_dtype))
+            assert_sums(got.residual_squared, expected.residual_squared.float(), rounding=1e-4)
         else:
             assert_same(got.cells_WS.isfinite(), expected.cells_WS.isfinite())
         assert got.cells_WS.dtype == case.wire_dtype
@@ -117,7 +127,7 @@ class KernelContract:
             inputs.gradient_WN[w, 500 + w] = -torch.inf
             inputs.carry_WN[w, 100:103] = torch.tensor([torch.nan, torch.inf, -torch.inf])
         self.check_encoded_sketch(backend, case, inputs, finite=False)
-        (got, carry, owed), _ = self.encode_sketch_twice(backend, case, inputs)
+        got, carry, owed, _ = self.encode_sketch(backend, case, inputs)
         peer = 0
         sent, kept = (unpack_bits(bits[peer].cpu(), case.numel) for bits in (got.index_WB, owed))
         assert not sent[5]
@@ -143,7 +153,7 @@ class KernelContract:
 
     def test_add_residual(self, backend, case):
         inputs = make_inputs(case)
-        expected = reference.add_residual(inputs.gradient_WN.clone(), inputs.carry_WN, inputs.owed_WB, case.decay)
+        expected = oracle.add_owed_residual(inputs.gradient_WN, inputs.carry_WN, inputs.owed_WB, case.decay)
         gradient = self.put(inputs.gradient_WN)
         got = backend.add_residual(gradient, self.put(inputs.carry_WN), self.put(inputs.owed_WB), case.decay)
         assert_same(got, expected)
@@ -152,53 +162,39 @@ class KernelContract:
     # --- sketch: decode -----------------------------------------------------------------------------------------
 
     def make_received(self, numel: int, density: float | str, lanes: int | None, ranks: int = 3, ratio: float = 2.0):
-        """(index_B, cells_S, own_N, layout) at the owner, from encoders that send all their non-zeros."""
-        case = Case(numel, density, ranks=ranks, decay=0.0, wire_dtype=torch.float32, lanes=lanes)
-        layout = make_layout(case, ratio)
-        inputs = [make_inputs(case, seed=100 * rank) for rank in range(ranks)]
-        encoded = [
-            reference.encode_sketch(
-                each.gradient_WN,
-                each.carry_WN,
-                each.owed_WB,
-                torch.zeros(1),
-                decay=0.0,
-                rank=rank,
-                layout=layout,
-                table=make_table(layout, torch.device("cpu")),
-                wire_dtype=torch.float32,
-                error_feedback=True,
-            )
-            for rank, each in enumerate(inputs)
-        ]
-        index_B = or_bitmaps(torch.stack([each.index_WB[0] for each in encoded]))
-        return index_B, torch.stack([each.cells_WS[0] for each in encoded]).sum(dim=0), encoded[0].own_N, layout
+        """(index_B, cells_S, own_N, layout) at the owner, rank 0, from encoders that send all their non-zeros."""
+        case = Case(numel, density, ranks=ranks, lanes=lanes)
+        layout, index, cells_S = make_layout(case, ratio), [0] * numel, 0.0
+        for rank in range(1, ranks):
+            x_1N = make_inputs(case, seed=100 * rank).gradient_WN[:1]
+            sent = oracle.encode_sketch(x_1N, torch.zeros(1), -1, layout, SEED, error_feedback=True)
+            index = [a | b for a, b in zip(index, oracle.read_bits(sent.index_WB[0], numel), strict=True)]
+            cells_S = cells_S + sent.cells_WS[0]
+        return oracle.write_bits(index), cells_S.float(), make_inputs(case).gradient_WN[0], layout
 
-    def check_decoded_sketch(self, backend, received, estimate: bool):
+    def decode_sketch(self, backend, received, estimate: bool):
+        """What the backend gives; it leaves what it received as it was."""
         index_B, cells_S, own_N, layout = received
-        results = []
-        for kernels, device in ((backend, torch.device(self.device)), (reference, torch.device("cpu"))):
-            index, cells = index_B.clone().to(device), cells_S.clone().to(device)
-            table = make_table(layout, device)
-            results.append(
-                kernels.decode_sketch(
-                    index, cells, own_N.clone().to(device), layout=layout, table=table, estimate=estimate
-                )
-            )
-            assert_same(index, index_B)
-            assert_same(cells, cells_S)
-        got, expected = results
-        for name in ("union", "peers_union", "unresolved", "unresolved_B"):
-            assert_same(getattr(got, name), getattr(expected, name))
-        assert_sums(got.total_N, expected.total_N, rounding=1e-3)  # errors grow along chains of subtractions
+        index, cells = self.put(index_B), self.put(cells_S)
+        table = make_table(layout, torch.device(self.device))
+        got = backend.decode_sketch(index, cells, self.put(own_N), layout=layout, table=table, estimate=estimate)
+        assert_same(index, index_B)
+        assert_same(cells, cells_S)
         return got
 
-    @pytest.mark.parametrize("density", [0.0, "one", 0.01, 0.15, 1.0])
-    @pytest.mark.parametrize("estimate", [True, False])
-    def test_decode_sketch(self, backend, decode_numel, decode_lane_count, density, estimate):
+    def check_decoded_sketch(self, backend, received, estimate: bool):
+        got = self.decode_sketch(backend, received, estimate)
+        expected = oracle.decode_sketch(*received, SEED, estimate)
+        for name in ("union", "peers_union", "unresolved", "unresolved_B"):
+            assert_same(getattr(got, name), getattr(expected, name))
+        assert_sums(got.total_N, expected.total_N.float(), rounding=1e-3)  # errors grow along chains of subtractions
+        return got
+
+    def test_decode_sketch(self, backend, decode_case):
         """Loads from 0 to 2: all is recovered below 0.8, and above it the same positions are left by all backends."""
-        received = self.make_received(decode_numel, density, decode_lane_count)
-        self.check_decoded_sketch(backend, received, estimate)
+        received = self.make_received(*decode_case)
+        for estimate in (True, False):
+            self.check_decoded_sketch(backend, received, estimate)
 
     @pytest.mark.parametrize("ratio", [0.3, 1.0, 6.0, 20.0])
     def test_decode_sketch_at_other_ratios(self, backend, ratio):
@@ -213,28 +209,19 @@ class KernelContract:
 
     def test_decode_sketch_of_nan_leaves_the_rest_alone(self, backend):
         """A NaN cell spoils only values that can depend on it, and no mask."""
-        index_B, cells_S, own_N, layout = self.make_received(4001, 0.02, 7)
-        cells_S[17] = torch.nan
-        device = torch.device(self.device)
-        args = (index_B.to(device), cells_S.to(device), own_N.clone().to(device))
-        got = backend.decode_sketch(*args, layout=layout, table=make_table(layout, device), estimate=False)
-        table = make_table(layout, torch.device("cpu"))
-        expected = reference.decode_sketch(index_B, cells_S, own_N, layout=layout, table=table, estimate=False)
+        received = self.make_received(4001, 0.02, 7)
+        received[1][17] = torch.nan
+        got = self.decode_sketch(backend, received, estimate=False)
+        expected = oracle.decode_sketch(*received, SEED, estimate=False)
         assert_same(got.unresolved_B, expected.unresolved_B)
         total = got.total_N.cpu()
         assert total.isfinite().float().mean() > 0.99
         both = total.isfinite() & expected.total_N.isfinite()
-        assert_sums(total[both], expected.total_N[both])
+        assert_sums(total[both], expected.total_N[both].float())
 
     def test_decode_sketch_gives_the_same_bits_again(self, backend):
-        index_B, cells_S, own_N, layout = self.make_received(24_593, 0.17, 31)
-        table = make_table(layout, torch.device(self.device))
-        first, second = (
-            backend.decode_sketch(
-                self.put(index_B), self.put(cells_S), self.put(own_N), layout=layout, table=table, estimate=True
-            )
-            for _ in range(2)
-        )
+        received = self.make_received(9001, 0.17, 31)
+        first, second = (self.decode_sketch(backend, received, estimate=True) for _ in range(2))
         for name in first._fields:
             assert torch.equal(getattr(first, name), getattr(second, name))
 
@@ -364,7 +351,7 @@ class KernelContract:
         position = torch.cat([draw_positions(case.numel, 700, 5, torch.device("cpu")), torch.zeros(3).long()])
         x_WN = inputs.gradient_WN.clone()
         if case.decay:
-            x_WN = reference.add_residual(x_WN, inputs.carry_WN, owed, case.decay)
+            x_WN = oracle.add_owed_residual(x_WN, inputs.carry_WN, owed, case.decay)
         gradient, state = self.put(inputs.gradient_WN), self.put(inputs.carry_WN)
         bits = None if owes_all else self.put(owed)
         got = backend.sample_values(gradient, state, bits, self.put(position), case.decay)
@@ -376,13 +363,13 @@ class KernelContract:
         """They count as the largest, so that what is sound is not sent in their place."""
         x = torch.tensor([[1.0, torch.nan, -torch.inf, 2.0, -3.0, 0.0], [torch.nan] * 6])
         for share in (0.2, 0.5, 0.7, 1.0):
-            assert_same(backend.threshold_exact(self.put(x), share), reference.threshold_exact(x, share))
+            assert_same(backend.threshold_exact(self.put(x), share), oracle.threshold_exact(x, share))
 
     @pytest.mark.parametrize("density", [0.0, "one", 0.3, 1.0])
     def test_thresholds(self, backend, density):
         case = Case(20_011, density, ranks=3)
         x = make_inputs(case).gradient_WN
         for share in (0.001, 0.2, 1.0):
-            assert_same(backend.threshold_exact(self.put(x), share), reference.threshold_exact(x, share))
+            assert_same(backend.threshold_exact(self.put(x), share), oracle.threshold_exact(x, share))
             lognormal = backend.threshold_lognormal(self.put(x), share)
-            torch.testing.assert_close(lognormal.cpu(), reference.threshold_lognormal(x, share), rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(lognormal.cpu(), oracle.threshold_lognormal(x, share), rtol=1e-4, atol=1e-7)
