@@ -35,7 +35,7 @@ from tagc.comm.policy import format_policy
 from tagc.comm.step_close import StepReport
 from tagc.comm.stopwatch import Stopwatch
 from tagc.compressors import COMPRESSORS, Compressor, Kind
-from tagc.config import CompressorConfig, Config, validate
+from tagc.config import CompressorConfig, Config, keys_used_by, uses, validate
 from tagc.errors import UserError
 from tagc.kernels import resolve_backend
 from tagc.network.link import Link
@@ -258,7 +258,7 @@ def _build_settings(
         method = gradients
     else:
         raise UserError(f"gradients={gradients!r} is neither a method's name nor a subclass of Compressor")
-    config = _with_options(config, options)
+    config = _with_options(config, options, method)
     try:
         validate(Config(compressor=config, seed=seed))
     except UserError as error:
@@ -271,11 +271,16 @@ def _build_settings(
     return SyncSettings(config, method, seed, overlap, timeout_s, **lab_keys)
 
 
-def _with_options(config: CompressorConfig, options: dict[str, Any]) -> CompressorConfig:
+def _with_options(
+    config: CompressorConfig, options: dict[str, Any], own_method: type[Compressor] | None
+) -> CompressorConfig:
     legal = {item.name for item in fields(CompressorConfig)} - {"name"}
     for name, value in options.items():
         if name not in legal:
             raise UserError(f"{name}={value!r} is no option of a compressor; legal: {', '.join(sorted(legal))}")
+        if own_method is None and not uses(config.name, f"compressor.{name}"):
+            used = ", ".join(keys_used_by(config.name, "compressor"))
+            raise UserError(f"{name}={value!r} is no option of gradients={config.name!r}; it takes: {used or 'none'}")
         expected = type(getattr(config, name))
         is_number = expected is float and isinstance(value, int) and not isinstance(value, bool)
         if type(value) is not expected and not is_number:

@@ -12,7 +12,7 @@ from tagc.config import Config, validate
 from tagc.model.gpt import GPT, flops_per_token
 from tagc.predict.cost_model import UnitCost, decode_growth
 from tagc.predict.traffic import plan_traffic
-from tagc.train.parallel import list_units, unit_parameter_names
+from tagc.train.parallel import plan_units
 
 SKETCHES = ("lhc", "tagc", "tagc2")
 
@@ -52,7 +52,7 @@ def build_workload(config: Config, vocab_size: int) -> Workload:
     validate(config)
     with torch.device("meta"):
         model = GPT(config.model, vocab_size)
-    return Workload(config, model, unit_parameter_names(model, list_units(model)))
+    return Workload(config, model, plan_units(model))
 
 
 def compute_shares(workload: Workload) -> dict[str, float]:

@@ -21,7 +21,7 @@ from tagc.config import COMPRESSORS
 from tagc.model.gpt import GPT, flops_per_token, parameter_count
 from tagc.network import Link
 from tagc.predict.traffic import UnitTraffic, plan_traffic
-from tagc.train.parallel import list_units, unit_parameter_names
+from tagc.train.parallel import plan_units
 
 ASSUMED_FLOPS_PER_S = 1e11  # of the whole machine: only for the estimate of how long the plan takes
 ASSUMED_REFERENCE_FLOPS_PER_S = 1e13  # likewise, of a reference GPU
@@ -41,7 +41,7 @@ def _plan_traffic(cell: Cell, arm: str) -> list[UnitTraffic]:
 @cache
 def _plan_setting(cell: Cell, arm: str) -> list[UnitTraffic]:
     model = _meta_model(cell)
-    return plan_traffic(compose_config(cell, arm), unit_parameter_names(model, list_units(model)), cell.ranks)
+    return plan_traffic(compose_config(cell, arm), plan_units(model), cell.ranks)
 
 
 def gather_bytes(cell: Cell) -> int:

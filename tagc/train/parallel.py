@@ -51,22 +51,23 @@ def shard_model(model: GPT, config: TrainerConfig, mesh: DeviceMesh) -> Units:
     return units
 
 
-def unit_parameter_names(model: GPT, units: Units) -> dict[str, list[tuple[str, torch.Size]]]:
+def plan_units(model: GPT) -> dict[str, list[tuple[str, torch.Size]]]:
     """For each unit the (name, full shape) of its parameters, in the order in which FSDP lays out their gradients.
 
-    FSDP orders a unit's parameters by a walk over its modules that skips nested units and repeated parameters. Only
-    leaf modules of this model own parameters, so that is the order of ``named_parameters``. With
+    For closed forms of a model that nobody shards; what a sharded one has, :func:`tagc.comm.fsdp2.read_units` reads
+    from FSDP itself. FSDP orders a unit's parameters by a walk over its modules that skips nested units and repeated
+    parameters. Only leaf modules of this model own parameters, so that is the order of ``named_parameters``. With
     ``set_reduce_scatter_unused_params`` every reduction holds all of them; without it, those that got a gradient.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[nn.Parameter] = set()
     result: dict[str, list[tuple[str, torch.Size]]] = {}
     members = _unit_members(model)
-    for unit, _ in reversed(units):  # the root comes last and owns what is left
+    for unit in reversed(members):  # the root comes last and owns what is left
         parameters = [p for module in members[unit] for p in module.parameters() if p not in taken]
         taken.update(parameters)
         result[unit] = [(names[parameter], parameter.shape) for parameter in parameters]
-    return {unit: result[unit] for unit, _ in units}
+    return {unit: result[unit] for unit in members}
 
 
 def list_units(model: GPT) -> Units:

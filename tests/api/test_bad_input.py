@@ -78,6 +78,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "method type": (fresh(gradients=7), "^gradients=7 is neither"),
     "weights": (fresh(gradients="fsdp", weights="delta9"), "^weights='delta9' is out of range; legal: full"),
     "option": (fresh(gradients="tagc", sparsty=0.5), "^sparsty=0.5 is no option of a compressor; legal: "),
+    "unused option": (
+        fresh(gradients="int8", sparsity=0.5),
+        "^sparsity=0.5 is no option of gradients='int8'; it takes: ",
+    ),
     "range": (fresh(gradients="tagc", sparsity=1.5), r"^sparsity=1.5 is out of range; legal: a share in \[0, 1\)"),
     "type": (fresh(gradients="tagc", sparsity="0.5"), "^sparsity='0.5' must be of type float, not str"),
     "selects nothing": (fresh(gradients="tagc", layers="no.*"), r"^layers=no\.\* selects no parameter"),

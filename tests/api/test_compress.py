@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from tagc.compressors.quantize import Int8
 from tagc.errors import UserError
 from tests.api.foreign import WAYS, Loop
 from tests.distributed import run_ranks
@@ -151,6 +152,22 @@ def test_nan_is_reported_by_step_parameter_and_rank_also_beside_a_unit_that_did_
     assert "on rank 1; this step updated nothing" in first
     assert "branch" not in first and "head" not in first
     assert "trainer." not in first  # the arguments' names, not Hydra's
+
+
+class Mine(Int8):
+    """A compressor of a user's own."""
+
+
+def use_a_class(rank: int) -> str:
+    options = {"layers": "all", "min_numel": 512, "block": 64}
+    ours, named = Loop("by block", {"gradients": Mine, **options}), Loop("by block", {"gradients": "int8", **options})
+    assert ours.train(3) == named.train(3)
+    assert ours.compression is not None
+    return str(ours.compression.report())
+
+
+def test_a_compressor_class_takes_the_place_of_a_name() -> None:
+    assert "Mine" in run_ranks(use_a_class, 2)[0]
 
 
 def use_two_models(rank: int) -> None:

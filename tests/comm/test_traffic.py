@@ -8,7 +8,7 @@ import torch
 from tagc.cli.entry import compose_config
 from tagc.model.gpt import GPT
 from tagc.predict.traffic import UnitTraffic, plan_traffic
-from tagc.train.parallel import list_units, unit_parameter_names
+from tagc.train.parallel import plan_units
 
 NANO_PARAMETERS = 3_377_280
 
@@ -17,7 +17,7 @@ def plan(*overrides: str) -> list[UnitTraffic]:
     config = compose_config(overrides)
     with torch.device("meta"):
         model = GPT(config.model, config.data.vocab_size)
-    parameters = unit_parameter_names(model, list_units(model))
+    parameters = plan_units(model)
     return plan_traffic(config, parameters, config.cluster.ranks)
 
 

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
+from tagc.comm.fsdp2 import read_units
 from tagc.config import TrainerConfig
 from tagc.model.gpt import flops_per_token, parameter_count
-from tagc.train.parallel import _tune_communication, unit_parameter_names
+from tagc.train.parallel import _tune_communication, plan_units
 from tests.distributed import run_ranks
 from tests.model.common import build_plain, build_sharded, global_batch, train
 
@@ -63,10 +64,12 @@ def test_sharded_training_is_plain_training(ranks: int) -> None:
 def _names_and_orders(rank: int, tie_weights: bool) -> tuple[list[str], Any, Any, list[str]]:
     trainer = TrainerConfig(activation_checkpointing=True)
     gpt, units = build_sharded(trainer, tie_weights=tie_weights)
+    read = {unit.name: unit.parameters for unit in read_units(gpt, {module: name for name, module in units})}
     inputs, targets = global_batch(0, 16)
     gpt(inputs, targets)  # FSDP names its parameters in the first forward
     gpt.reshard()
-    documented = unit_parameter_names(gpt, units)
+    documented = plan_units(gpt)
+    assert read == documented
     private = {
         name: [(p._param_fqn, p._orig_size) for p in unit._get_fsdp_state()._fsdp_param_groups[0].fsdp_params]
         for name, unit in units
