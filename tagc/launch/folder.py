@@ -51,9 +51,9 @@ def write_failed_summary(run_dir: Path, status: str, error: str, config: Config)
     The error is the one that the launcher found; rank 0 may know only that it lost a connection.
     """
     from tagc.host.files import write_text_atomic
-    from tagc.record import load_rows, summarise
+    from tagc.record import summarise
+    from tagc.record.rows import salvage_rows
 
-    metrics = run_dir / "metrics.jsonl"
-    numbers = summarise(load_rows(metrics) if metrics.exists() else [], config)
+    numbers = summarise(salvage_rows(run_dir / "metrics.jsonl"), config)
     summary = {**numbers, "status": status, "error": error}
     write_text_atomic(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -39,6 +39,9 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
     """
     if config.cluster.name == "slurm" and "SLURM_JOB_ID" not in os.environ:
         raise UserError("cluster=slurm submits a job with -m only: python run.py -m cluster=slurm ...")
+    from tagc.record.wandb.mirror import check_options
+
+    check_options(config.logging)
     with raise_on_signals(), meet_nodes(config.cluster) as nodes:
         job = Job(config, run_dir.absolute(), worker, nodes)
         if nodes.index:

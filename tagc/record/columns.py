@@ -325,7 +325,8 @@ RUN_COLUMNS: tuple[Column, ...] = (
     Column("ranks", "", "number of ranks", int),
     Column("model", "", "the model's name", str),
     Column("seed", "", "the run's seed", int),
-    Column("steps", "", "rows of metrics.jsonl", int),
+    Column("steps", "", "finished optimizer steps", int),
+    Column("missing_rows", "", "steps whose row metrics.jsonl lost", int),
     Column("timed_steps", "", "rows that count in times", int),
 )
 

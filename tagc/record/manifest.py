@@ -34,29 +34,45 @@ NUMBER_KEYS = (  # of a manifest, what decides numbers; paths and host names are
 SOURCE_DIR = Path(tagc.__file__).resolve().parent
 
 
-def _run_git(*arguments: str) -> str | None:
-    """Output of a git command on the source folder; None when git is absent, refuses or does not know the folder."""
+class _GitError(Exception):
+    """Why git gave no answer, in one line."""
+
+
+def _run_git(*arguments: str) -> str:
+    """Output of a git command on the source folder. Errors: ``_GitError`` without git, or with what git says."""
     # Inside a git hook these point to another repository than the one that holds the source.
     environment = {k: v for k, v in os.environ.items() if k not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
     command = ["git", "-C", str(SOURCE_DIR), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=10, env=environment | {"LC_ALL": "C"}
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _GitError(f"git does not run ({error})") from error
+    if "dubious ownership" in done.stderr:
+        raise _GitError(
+            f"{SOURCE_DIR.parent} belongs to another user, so git does not read it; "
+            f"allow it with: git config --global --add safe.directory {SOURCE_DIR.parent}"
+        )
+    if done.returncode:
+        raise _GitError(f"git: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()
 
 
 def describe_git(ignored: Sequence[str] = ()) -> dict[str, Any]:
     """``git_commit`` (40 hex digits) and ``git_dirty`` (changed or untracked files) of the source; None: unknown.
 
-    ignored: paths from the repository's root, such as the rows that a measurement writes, that make nothing dirty.
+    Where they are unknown, ``git_commit_missing`` says why. ignored: paths from the repository's root, such as the rows
+    that a measurement writes, that make nothing dirty.
     """
-    # Installed files inside somebody else's repository are not tracked there: that commit would say nothing.
-    tracked = _run_git("ls-files", "--error-unmatch", "__init__.py") is not None
-    commit = _run_git("rev-parse", "HEAD") if tracked else None
     pathspec = [":/", *(f":(top,exclude){path}" for path in ignored)]
-    status = _run_git("status", "--porcelain", "--", *pathspec) if commit else None
-    return {"git_commit": commit, "git_dirty": None if status is None else bool(status)}
+    try:
+        # Installed files inside somebody else's repository are not tracked there: that commit would say nothing.
+        _run_git("ls-files", "--error-unmatch", "__init__.py")
+        commit, status = _run_git("rev-parse", "HEAD"), _run_git("status", "--porcelain", "--", *pathspec)
+    except _GitError as error:
+        return {"git_commit": None, "git_dirty": None, "git_commit_missing": str(error)}
+    return {"git_commit": commit, "git_dirty": bool(status)}
 
 
 def _installed_version(package: str) -> str | None:

@@ -68,7 +68,7 @@ class Recorder(NullRecorder):
 
     def __init__(self, run_dir: Path, config: Config, manifest: dict[str, Any], resume_step: int | None = None) -> None:
         self.run_dir = prepare_run_dir(Path(run_dir))
-        self._config = config
+        self._config, self._resume_step = config, resume_step or 0
         self._metrics_path, self._layers_path = self.run_dir / "metrics.jsonl", self.run_dir / "layers.jsonl"
         if resume_step is None:
             set_aside_earlier_record(self.run_dir)
@@ -76,6 +76,8 @@ class Recorder(NullRecorder):
             self._drop_rows_after(resume_step)
         write_config(self.run_dir, config)
         self.manifest = write_manifest(self.run_dir, manifest)
+        if "git_commit_missing" in manifest:
+            logger.warning("manifest.json has no git_commit: %s", manifest["git_commit_missing"])
         self._metrics = MetricsFile(self._metrics_path)
         self._layers: MetricsFile | None = None  # only a run that has layers to describe gets the file
         self._mirror = WandbMirror(self.run_dir, self.manifest["wandb_mode"])
@@ -126,7 +128,8 @@ class Recorder(NullRecorder):
             self._metrics.close()
             if self._layers is not None:
                 self._layers.close()
-            self._summary = {"status": status, **summarise(load_rows(self._metrics_path), self._config)}
+            rows = load_rows(self._metrics_path)
+            self._summary = {"status": status, **summarise(rows, self._config, self._resume_step)}
         summary = self._summary = {**self._summary, "status": status, **(extra or {})}
         try:
             text = json.dumps(_finite(summary), indent=2, default=str, allow_nan=False)

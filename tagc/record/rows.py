@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,17 @@ def load_rows(path: Path) -> list[Row]:
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number}: holds {row!r}, not one JSON object; repair or remove the line")
         rows.append(row)
+    return rows
+
+
+def salvage_rows(path: Path) -> list[Row]:
+    """The rows that can be read of a file that may be damaged or missing, for the record of a failure."""
+    rows: list[Row] = []
+    with suppress(OSError):
+        for line in Path(path).read_bytes().split(b"\n"):
+            with suppress(ValueError):
+                row = json.loads(line)
+                rows += [row] if isinstance(row, dict) and isinstance(row.get("step"), int) else []
     return rows
 
 

@@ -80,17 +80,19 @@ def _summarise_column(column: Column, numbers: _Numbers) -> dict[str, float | No
     return dict(zip(column.summary_names, _COMPUTE[column.summary](numbers, column.name), strict=True))
 
 
-def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
+def summarise(rows: Sequence[dict[str, Any]], config: Config, finished_steps: int = 0) -> dict[str, Any]:
     """The numbers of ``summary.json`` without ``status``: the run's settings, and the declared columns' statistics.
 
     Left out of every time, byte count and share: the first ``trainer.timing_warmup_steps`` rows, as many after each
     restart (``resumed``), rows with a fidelity diagnostic (it runs without overlap) or under the profiler, and rows
     before the link was capped (``network.time_dilation=auto`` measures in them); ``timed_steps`` says how many are
     left. Which statistic a column gets, and under which names, :mod:`tagc.record.columns` says. A number that no row
-    holds is ``None``.
+    holds is ``None``. ``steps`` is the last row's step, or ``finished_steps`` if the rows of the last steps were lost;
+    ``missing_rows`` says how many steps have no row.
 
     Example: three rows of 10, 20 and 30 ms after the warm-up give a median of 20, _p20 of 14 and _p80 of 26.
     """
+    steps = max(finished_steps, rows[-1].get("step", len(rows)) if rows else 0)
     numbers = _Numbers(rows, config.trainer.timing_warmup_steps)
     summary: dict[str, Any] = {
         "experiment": config.experiment,
@@ -102,7 +104,8 @@ def summarise(rows: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
         "ranks": config.cluster.ranks,
         "model": config.model.name,
         "seed": config.seed,
-        "steps": len(rows),
+        "steps": steps,
+        "missing_rows": steps - len(rows),
         "timed_steps": len(numbers.timed),
     }
     for column in STEP_COLUMNS:

@@ -54,13 +54,18 @@ def _link(summary: Summary) -> str:
     return f"{name}: {format_rate(rate_mbps / dilation)}{dilated}, {summary.get('network', MISSING)}"
 
 
+def _steps(summary: Summary) -> str:
+    lost = f", the rows of {summary['missing_rows']} are missing" if summary.get("missing_rows") else ""
+    return f"{summary.get('steps', MISSING)} ({summary.get('timed_steps', MISSING)}){lost}"
+
+
 HEAD: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("status", lambda s: str(s.get("status", MISSING))),
     ("error", lambda s: str(s.get("error", MISSING))),
     ("run", lambda s: f"{s.get('model', MISSING)}, {s.get('ranks', MISSING)} ranks, seed {s.get('seed', MISSING)}"),
     ("compressor", lambda s: str(s.get("compressor", MISSING))),
     ("bandwidth", _link),
-    ("steps (timed)", lambda s: f"{s.get('steps', MISSING)} ({s.get('timed_steps', MISSING)})"),
+    ("steps (timed)", _steps),
 )
 
 

@@ -51,16 +51,22 @@ def test_git_commit_and_dirty_flag(tmp_path: Path, monkeypatch) -> None:
     assert manifest.describe_git(ignored=["tagc/new.py"]) == clean
 
 
-def test_without_git_or_repository_the_commit_is_null(tmp_path: Path, monkeypatch) -> None:
-    nothing = {"git_commit": None, "git_dirty": None}
+def test_without_git_or_repository_the_commit_is_null_and_the_reason_is_told(tmp_path: Path, monkeypatch) -> None:
+    def reason() -> str:
+        described = manifest.describe_git()
+        assert described["git_commit"] is described["git_dirty"] is None
+        return described["git_commit_missing"]
+
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.setattr(manifest, "SOURCE_DIR", tmp_path)
-    assert manifest.describe_git() == nothing
+    assert "not a git repository" in reason()
     monkeypatch.setattr(manifest, "SOURCE_DIR", _make_repository(tmp_path / "repository"))
-    assert manifest.describe_git() != nothing
+    assert "git_commit_missing" not in manifest.describe_git()
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own switch, as if another user had cloned
+    assert "safe.directory" in reason() and str(tmp_path / "repository") in reason()
     monkeypatch.setenv("PATH", "")
-    assert manifest.describe_git() == nothing
+    assert "git does not run" in reason()
 
 
 def test_an_installed_copy_does_not_claim_a_foreign_commit(tmp_path: Path, monkeypatch) -> None:

@@ -1,13 +1,24 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tagc.errors import UserError
 from tagc.host.files import write_text_atomic
-from tagc.record import NullRecorder, Recorder, build_manifest, load_rows, load_summary, setup_logging
-from tagc.record.rows import MetricsFile
+from tagc.launch.folder import write_failed_summary
+from tagc.record import (
+    NullRecorder,
+    Recorder,
+    build_manifest,
+    final_table,
+    load_rows,
+    load_summary,
+    setup_logging,
+)
+from tagc.record.rows import MetricsFile, rewrite_rows
+from tagc.train.resume import prepare_start
 
 
 @pytest.fixture
@@ -174,3 +185,32 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch) -> None
         write_text_atomic(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize("lost", [(4, 5), (9, 10)], ids=["in the middle", "at the end"])
+def test_a_finished_run_that_lost_rows_counts_as_finished_and_says_so(config, make_row, tmp_path: Path, lost) -> None:
+    manifest = build_manifest(config, kernels="reference", device="cpu")
+    with Recorder(tmp_path, config, manifest) as recorder:
+        for step in range(1, 11):
+            recorder.step(make_row(step))
+    rows = [row for row in load_rows(tmp_path / "metrics.jsonl") if row["step"] not in lost]
+    rewrite_rows(tmp_path / "metrics.jsonl", rows)
+    (tmp_path / "summary.json").unlink()
+    with Recorder(tmp_path, config, manifest, resume_step=10) as recorder:  # from the last step's checkpoint
+        summary = recorder.finish("done")
+    assert (summary["steps"], summary["missing_rows"]) == (10, 2)
+    assert "10 (6), the rows of 2 are missing" in [str(cell) for cell in final_table(summary).columns[1].cells]
+    (tmp_path / "checkpoints" / "step_00000010").mkdir(parents=True)
+    prepare_start(tmp_path, config)  # sets the record aside instead of continuing its last step once more
+    assert (tmp_path / "earlier" / "1" / "metrics.jsonl").exists()
+
+
+def test_a_record_damaged_in_the_middle_leaves_a_failed_summary(config, make_row, tmp_path: Path) -> None:
+    rows = "".join(json.dumps(make_row(step)) + "\n" for step in (1, 2, 3))
+    (tmp_path / "metrics.jsonl").write_text(rows.replace('{"step": 2', '{"ste'))
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2"):
+        Recorder(tmp_path, config, build_manifest(config, kernels="reference", device="cpu"), resume_step=3)
+    write_failed_summary(tmp_path, "failed", "metrics.jsonl, line 2: not JSON", config)
+    summary = load_summary(tmp_path)
+    assert (summary["status"], summary["error"]) == ("failed", "metrics.jsonl, line 2: not JSON")
+    assert (summary["steps"], summary["missing_rows"], summary["train_loss"]) == (3, 1, make_row(3)["train_loss"])

@@ -74,7 +74,7 @@ def test_a_diverged_loss_is_not_averaged_away(config, make_row, bad) -> None:
 
 def test_missing_keys_are_none(config) -> None:
     settings = {"experiment", "compressor", "bandwidth", "rate_mbps", "time_dilation", "ranks", "model", "seed"}
-    settings |= {"network", "steps", "timed_steps", "reference_gpu"}
+    settings |= {"network", "steps", "timed_steps", "missing_rows", "reference_gpu"}
     summary = summarise([{"step": i} for i in range(1, 6)], config)
     measured = {key: value for key, value in summary.items() if key not in settings}
     assert len(measured) > 15

@@ -17,25 +17,65 @@ from contextlib import suppress
 from pathlib import Path
 
 import tagc
+from tagc.config import LoggingConfig
+from tagc.errors import UserError
 from tagc.host.signals import SIGNALS, block_signals
 
 FINISH_TIMEOUT_S = 25.0
 # Of a run that stops before its end: SLURM does not wait, and the next attempt passes the rest on.
 STOP_TIMEOUT_S = 10.0
 
+# As in wandb 0.31: the values of WANDB_MODE that make sense here, and what its settings refuse.
+MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+TRUE_WORDS = ("1", "true", "yes", "on", "y", "t")
+MAX_TAG_LENGTH = 64
+MAX_PROJECT_LENGTH = 128
+PROJECT_FORBIDS = "/\\#?%:"
+
 logger = logging.getLogger("tagc")
 
 
 def resolve_mode(wanted: str) -> str:
-    """``logging.wandb`` as W&B's own mode.
+    """``logging.wandb`` as ``online``, ``offline`` or ``disabled``.
 
-    ``auto`` follows ``WANDB_MODE``; without it, it is online when ``WANDB_API_KEY`` is set and offline otherwise.
+    ``auto`` follows ``WANDB_DISABLED`` and ``WANDB_MODE`` as ``wandb`` understands them; without them, it is online
+    when ``WANDB_API_KEY`` is set and offline otherwise.
+    Errors: ``UserError`` for a value of ``WANDB_MODE`` that is none of MODES.
     """
     if wanted != "auto":
         return wanted
-    default = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-    chosen = os.environ.get("WANDB_MODE", "").lower()
-    return chosen if chosen in ("online", "offline", "disabled") else default
+    if os.environ.get("WANDB_DISABLED", "").strip().lower() in TRUE_WORDS:
+        return "disabled"
+    chosen = os.environ.get("WANDB_MODE", "").strip().lower()
+    if not chosen:
+        return "online" if os.environ.get("WANDB_API_KEY") else "offline"
+    if chosen not in MODES:
+        raise UserError(
+            f"WANDB_MODE={os.environ['WANDB_MODE']!r} is not known; use one of {', '.join(MODES)}, or set logging.wandb"
+        )
+    return MODES[chosen]
+
+
+def check_options(options: LoggingConfig) -> None:
+    """Check, before a run starts, what W&B would refuse only afterwards.
+
+    Errors: ``UserError`` naming ``logging.wandb_tags`` or ``logging.wandb_project`` and W&B's limit, or ``WANDB_MODE``.
+    """
+    if resolve_mode(options.wandb) == "disabled":
+        return
+    for tag in options.wandb_tags:
+        if not 1 <= len(str(tag)) <= MAX_TAG_LENGTH:
+            raise UserError(
+                f"logging.wandb_tags={options.wandb_tags}: the tag {tag!r} has {len(str(tag))} characters; W&B takes "
+                f"1 to {MAX_TAG_LENGTH}: shorten it, or set logging.wandb=disabled"
+            )
+    project = options.wandb_project
+    bad = sorted(set(project) & set(PROJECT_FORBIDS))
+    if bad or not 1 <= len(project) <= MAX_PROJECT_LENGTH:
+        raise UserError(
+            f"logging.wandb_project={project!r}: W&B takes 1 to {MAX_PROJECT_LENGTH} characters, none of "
+            f"{PROJECT_FORBIDS}; rename it, or set logging.wandb=disabled"
+        )
 
 
 def build_command(run_dir: Path, mode: str) -> list[str]:

@@ -7,13 +7,16 @@ import logging
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from tagc.errors import UserError
+from tagc.launch.launcher import launch
 from tagc.record import Recorder, build_manifest
 from tagc.record.wandb import mirror, process, run
-from tagc.record.wandb.mirror import WandbMirror, resolve_mode
+from tagc.record.wandb.mirror import WandbMirror, check_options, resolve_mode
 from tests.record.wandb.offline_log import history_of, read_log
 
 WARNING = "W&B does not mirror this run"
@@ -219,3 +222,59 @@ def test_the_mode(monkeypatch):
         assert resolve_mode(mode) == mode
         monkeypatch.setenv("WANDB_MODE", mode)
         assert resolve_mode("auto") == mode
+
+
+@pytest.mark.parametrize(
+    ("variables", "mode"),
+    [
+        ({"WANDB_MODE": "dryrun"}, "offline"),
+        ({"WANDB_MODE": "offline "}, "offline"),
+        ({"WANDB_MODE": "run"}, "online"),
+        ({"WANDB_MODE": ""}, "online"),
+        ({"WANDB_DISABLED": "true"}, "disabled"),
+        ({"WANDB_DISABLED": "false", "WANDB_MODE": " Offline"}, "offline"),
+    ],
+)
+def test_the_variables_mean_what_they_mean_to_wandb(monkeypatch, variables, mode):
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    assert resolve_mode("auto") == mode
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "parts"),
+    [
+        ({}, "of-line", ("WANDB_MODE='of-line'", "online")),
+        ({"wandb_tags": ["a", "t" * 76]}, "", ("logging.wandb_tags", "76", "64")),
+        ({"wandb_tags": [""]}, "", ("logging.wandb_tags", "0 characters")),
+        ({"wandb_project": "a/b"}, "", ("logging.wandb_project='a/b'", "none of")),
+        ({"wandb_project": "p" * 129}, "", ("logging.wandb_project", "128")),
+    ],
+)
+def test_what_wandb_would_refuse_is_refused_before_the_run(config, tmp_path, monkeypatch, options, mode, parts):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    config.logging.wandb = "auto"
+    for key, value in options.items():
+        setattr(config.logging, key, value)
+    with pytest.raises(UserError) as error:
+        launch(config, tmp_path / "run")
+    assert all(part in str(error.value) for part in parts)
+    assert not (tmp_path / "run").exists()
+    config.logging.wandb = "disabled"
+    check_options(config.logging)
+
+
+def test_the_limits_are_those_of_the_installed_wandb(config):
+    import wandb
+
+    config.logging.wandb = "offline"
+    for key, good, bad in (("tags", "t" * 64, "t" * 65), ("project", "p" * 128, "p" * 129), ("project", "a", "a%")):
+        for value in (good, bad):
+            setattr(config.logging, f"wandb_{key}", [value] if key == "tags" else value)
+            name = "run_tags" if key == "tags" else "project"
+            with nullcontext() if value == good else pytest.raises(UserError):
+                check_options(config.logging)
+            with nullcontext() if value == good else pytest.raises(Exception, match="character"):
+                wandb.Settings(**{name: [value] if key == "tags" else value})
+        setattr(config.logging, f"wandb_{key}", ["ok"] if key == "tags" else "ok")
