@@ -53,7 +53,8 @@ class _Numbers:
         return _percentile(_numbers(self.timed, key), percent)
 
     def mean(self, key: str) -> float | None:
-        return _mean(_numbers(self.counted, key))
+        # fidelity is measured only in steps whose time does not count
+        return _mean(_numbers(self.counted, key) or _numbers(self.rows, key))
 
     def per_second(self, key: str) -> float | None:
         count, iteration_ms = self.percentile(key, 50), self.percentile("iteration_ms", 50)
