@@ -1,4 +1,7 @@
-"""Between Hydra and the rest: the only module beside ``tagc/config.py`` that knows what Hydra is."""
+"""Between Hydra and the rest of the program.
+
+The modules of this package and ``tagc/config/check.py`` are the only ones that import Hydra or OmegaConf.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -20,10 +23,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError
 
+from tagc.cli.help import register_help
 from tagc.cli.messages import check_keys, explain
 from tagc.cli.slurm_array import register_launcher
-from tagc.config import Config, from_omegaconf
+from tagc.config import Config, from_omegaconf, refuse_unused
 from tagc.errors import SweepStopped, UserError
+from tagc.host.pipe import CLOSED_PIPE, flush_stdout
 from tagc.host.run_lock import FolderInUse, find_holder, wait_for_signs
 from tagc.launch import RunInterrupted, launch
 from tagc.sweep.jobs import run_point
@@ -34,18 +39,22 @@ CONF_DIR = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[2] / "con
 
 
 def register_schema() -> None:
-    """Make the schema known to Hydra as ``base_config``, so that it types what the files and overrides set.
+    """Tell Hydra the schema, as ``base_config``, the launcher of ``cluster=slurm`` and the text of ``--help``.
 
-    And the launcher of ``cluster=slurm``.
+    With the schema Hydra checks the type of what files and overrides set.
     """
     ConfigStore.instance().store(name="base_config", node=Config)
     register_launcher()
+    register_help()
 
 
-def to_config(composed: DictConfig, choices: Mapping[str, Any] | None = None) -> Config:
-    """Validate what Hydra composed; ``choices``: the option of each group, of the running job by default.
+def to_config(
+    composed: DictConfig, choices: Mapping[str, Any] | None = None, overrides: Iterable[str] | None = None
+) -> Config:
+    """Validate what Hydra composed.
 
-    Errors: ``UserError`` naming the key, the value and the remedy.
+    choices: the option of each group; overrides: what was set explicitly; of the running job by default.
+    Errors: ``UserError`` naming the key, the value and the remedy; also for an override that the chosen method ignores.
     """
     check_keys(composed)
     if choices is None and HydraConfig.initialized():
@@ -54,14 +63,21 @@ def to_config(composed: DictConfig, choices: Mapping[str, Any] | None = None) ->
         choice = group if choices is None else choices.get(group)
         if not isinstance(choice, str) and group != "experiment":
             raise UserError(f"{group}={choice}: choose exactly one option of conf/{group}/ (a sweep needs -m)")
-    return from_omegaconf(composed)
+    config = from_omegaconf(composed)
+    if overrides is None:
+        overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    refuse_unused(config, overrides)
+    return config
 
 
 def compose_config(overrides: Iterable[str]) -> Config:
-    """The validated configuration that ``python run.py OVERRIDES`` would run; nothing is run."""
+    """The validated configuration that ``python run.py OVERRIDES`` would run; nothing is run.
+
+    Overrides that the method does not use have no effect here, so that several methods can share their overrides.
+    """
     register_schema()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return to_config(compose("config", overrides=list(overrides)))
+        return to_config(compose("config", overrides=list(overrides)), overrides=())
 
 
 def launch_job(config: Config) -> None:
@@ -78,11 +94,19 @@ def launch_job(config: Config) -> None:
         raise RunInterrupted(summary["stop_signal"])  # this point is done; the sweep was asked to end
 
 
+class _StdoutHandler(logging.StreamHandler[TextIO]):
+    """Says nothing about a pipe that its reader has closed: the run goes on and its folder holds the log."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            super().handleError(record)
+
+
 @contextlib.contextmanager
 def log_lines_shown() -> Iterator[None]:
     """What the launcher itself says (making the data, setting an old record aside) goes to stdout; ranks log alone."""
     logger = logging.getLogger("tagc")
-    level, handler = logger.level, logging.StreamHandler(sys.stdout)
+    level, handler = logger.level, _StdoutHandler(sys.stdout)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False  # Hydra's root logger would say every line again
@@ -164,13 +188,19 @@ class JobReport(Callback):
 def run(main: Callable[[], None]) -> int:
     """Call the Hydra entry ``main`` and return the exit code; what a user can mend is one message on stderr.
 
+    If the reader of stdout has closed its pipe, what was to be shown is lost and the exit code of success becomes 141.
     With ``HYDRA_FULL_ERROR=1`` in the environment every error keeps its traceback.
     """
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets exceptions through instead of printing and exiting itself
     try:
         main()
-        return 0
+        return 0 if flush_stdout() else CLOSED_PIPE
+    except BrokenPipeError as broken:
+        if flush_stdout():  # another pipe, such as one between processes
+            error: Exception = broken
+        else:
+            return CLOSED_PIPE
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except RunInterrupted as stop:
@@ -184,6 +214,7 @@ def run(main: Callable[[], None]) -> int:
         if not full_error:
             del os.environ["HYDRA_FULL_ERROR"]
         JobReport.show()
+        flush_stdout()
     message = explain_error(error)
     if full_error or message is None:
         raise error

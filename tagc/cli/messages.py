@@ -69,7 +69,7 @@ def unknown_key(key: str) -> str:
         return f"unknown key {key}; did you mean {guess}?"
     if siblings:
         return f"unknown key {key}; the keys of {section} are {', '.join(k.rpartition('.')[2] for k in siblings)}"
-    return f"unknown key {key}; the legal keys are in tagc/config.py and in `python run.py --cfg job`"
+    return f"unknown key {key}; `python run.py --help` lists the legal keys, tagc/config/schema.py declares them"
 
 
 def _unknown_option(missing: str, options: list[str]) -> str:
@@ -96,12 +96,13 @@ def _explain_group_value(arguments: Iterable[str], conf_dir: Path) -> str | None
     """``bandwidth=10``: a group takes the name of an option, and Hydra does not say which group it was."""
     for argument in arguments:
         group, equals, value = argument.partition("=")
-        if not equals or not group.isidentifier():
+        if not equals or not group.isidentifier() or re.search(r"[^\w,.-]", value):
             continue
         options = sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
-        if options and value not in options:
+        unknown = [part for part in value.split(",") if part not in options]
+        if options and unknown:
             return (
-                f"{group}={value}: {group} takes the name of an option: {', '.join(options)}. "
+                f"{group}={unknown[0]}: {group} takes the name of an option: {', '.join(options)}. "
                 f"To set one of its keys write {group}.KEY=VALUE"
             )
     return None
@@ -125,6 +126,12 @@ def _explain_hydra(error: Exception, arguments: Iterable[str], conf_dir: Path) -
         return f"{ambiguous[1]}: several values make a sweep; add -m"
     if twice := re.match(r"Multiple values for (\S+)\. To override", text):
         return f"{twice[1]} is chosen already; write {twice[1]}=OPTION without a '+'"
+    if swept := re.match(r"Sweeping over Hydra's configuration is not supported : '([^=]+)=(.*)'", text):
+        quoted = swept[2].replace(",", "\\,")
+        return (
+            f"{swept[1]}={swept[2]}: the comma makes two values of it, and Hydra's own keys take one; a comma that "
+            f"belongs to the value is quoted: \"{swept[1]}='{quoted}'\""
+        )
     return _explain_group_value(arguments, conf_dir) or "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from tagc.cli import entry as cli
-from tagc.config import Config
+from tagc.config import Config, find_unused, key_of, refuse_unused
 from tagc.errors import SweepStopped, UserError
 from tagc.host.device import resolve_device
 from tagc.host.run_lock import wait_for_signs
@@ -110,23 +110,42 @@ class PointSweeper(Sweeper):
                 "command for each"
             )
         grid = BasicSweeper.split_arguments(overrides, None)[0]
-        points, wrong = [], []
-        for number, settings in enumerate(grid):
-            try:
-                config = self._compose(settings)
-            except Exception as error:
-                message = cli.explain_error(error)
-                if message is None:
-                    raise
-                wrong.append(message if len(grid) == 1 else f"point {number} ({' '.join(settings)}): {message}")
-                continue
-            name = name_folder(config)
-            points.append(Point(number, (*settings, f"hydra.sweep.subdir={name}"), config, sweep_dir / name))
+        configs, wrong = self._compose_all(grid)
         if wrong:
             heading = f"{len(wrong)} of {len(grid)} points cannot run, so none was started:\n  "
             raise UserError((heading if len(grid) > 1 else "") + "\n  ".join(wrong))
+        points = _merge_equal(grid, configs, sweep_dir)
+        if len(points) < len(grid):
+            with cli.log_lines_shown():
+                logger.info(
+                    "%d of %d points left out: they differ from others only in keys that their method does not use",
+                    len(grid) - len(points),
+                    len(grid),
+                )
         _refuse_duplicates(points)
         return points
+
+    def _compose_all(self, grid: Sequence[Sequence[str]]) -> tuple[list[Config], list[str]]:
+        """The configurations of all points, and what is wrong with them, one message a point.
+
+        A key that a point's method does not use is left out of that point if another point uses it; else it is
+        refused.
+        """
+        configs, wrong = [], []
+        for number, settings in enumerate(grid):
+            try:
+                configs.append(self._compose(settings))
+            except Exception as error:
+                wrong.append(_describe_wrong(error, number, settings, len(grid)))
+        if wrong:
+            return configs, wrong
+        used = {key_of(word) for config, words in zip(configs, grid, strict=True) for word in _used(config, words)}
+        for number, (config, settings) in enumerate(zip(configs, grid, strict=True)):
+            try:
+                refuse_unused(config, [word for word in settings if key_of(word) not in used])
+            except UserError as error:
+                wrong.append(_describe_wrong(error, number, settings, len(grid)))
+        return configs, wrong
 
     def _compose(self, overrides: Sequence[str]) -> Config:
         composed = self._loader.load_sweep_config(self._config, list(overrides))
@@ -134,7 +153,7 @@ class PointSweeper(Sweeper):
         task = copy.deepcopy(composed)
         with flag_override(task, ["struct", "readonly"], [False, False]):
             del task["hydra"]
-        config = cli.to_config(task, choices)
+        config = cli.to_config(task, choices, overrides=())
         if config.cluster.name == "local":
             resolve_device(config.cluster.device, config.cluster.ranks_per_node)
         return config
@@ -156,6 +175,35 @@ class PointSweeper(Sweeper):
             ) from error
         self._has_failed = any(job.status is not JobStatus.COMPLETED for job in returned)
         return True
+
+
+def _describe_wrong(error: Exception, number: int, settings: Sequence[str], count: int) -> str:
+    message = cli.explain_error(error)
+    if message is None:
+        raise error
+    return message if count == 1 else f"point {number} ({' '.join(settings)}): {message}"
+
+
+def _used(config: Config, settings: Sequence[str]) -> list[str]:
+    unused = find_unused(config, settings)
+    return [word for word in settings if word not in unused]
+
+
+def _merge_equal(grid: Sequence[Sequence[str]], configs: Sequence[Config], sweep_dir: Path) -> list[Point]:
+    """The points of the sweep, without the overrides that their method ignores.
+
+    Points that differ only in these are one point: ``compressor=fsdp,tagc2 compressor.sparsity=0.8,0.9`` are three.
+    """
+    points: list[Point] = []
+    seen: set[tuple[str, ...]] = set()
+    for settings, config in zip(grid, configs, strict=True):
+        words = tuple(_used(config, settings))
+        if len(words) < len(settings) and words in seen:
+            continue
+        seen.add(words)
+        name = name_folder(config)
+        points.append(Point(len(points), (*words, f"hydra.sweep.subdir={name}"), config, sweep_dir / name))
+    return points
 
 
 def _refuse_duplicates(points: Sequence[Point]) -> None:

@@ -6,7 +6,19 @@ and validates them; code below ``tagc/cli`` never sees a ``DictConfig``.
 
 from tagc.config.check import flatten, from_omegaconf, to_dict, validate
 from tagc.config.keys import Affects, Declaration, Resume, Rule
-from tagc.config.lookup import KEYS, Key, affects, drop_unused, is_operational, keys_used_by, resumes, uses
+from tagc.config.lookup import (
+    KEYS,
+    Key,
+    affects,
+    drop_unused,
+    find_unused,
+    is_operational,
+    key_of,
+    keys_used_by,
+    refuse_unused,
+    resumes,
+    uses,
+)
 from tagc.config.schema import (
     CLUSTERS,
     COMPRESSORS,
@@ -55,10 +67,13 @@ __all__ = [
     "TrainerConfig",
     "affects",
     "drop_unused",
+    "find_unused",
     "flatten",
     "from_omegaconf",
     "is_operational",
+    "key_of",
     "keys_used_by",
+    "refuse_unused",
     "resumes",
     "to_dict",
     "uses",

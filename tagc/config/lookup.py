@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
 from tagc.config.keys import Affects, Declaration, Resume
 from tagc.config.schema import Config
+from tagc.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -95,3 +96,37 @@ def keys_used_by(option: str, section: str) -> list[str]:
     """The names, without the section, of the keys that an option of this section uses; ``name`` is not among them."""
     names = (name for name, key in KEYS.items() if key.section == section and uses(option, name))
     return [name.rpartition(".")[2] for name in names if not name.endswith(".name")]
+
+
+def key_of(override: str) -> str:
+    """The key that an override sets.
+
+    >>> key_of("++compressor.sparsity=0.9")
+    'compressor.sparsity'
+    """
+    return override.partition("=")[0].lstrip("+")
+
+
+def find_unused(config: Config, overrides: Iterable[str]) -> list[str]:
+    """Those of ``overrides`` that set a key which the chosen option of its group does not use."""
+    return [override for override in overrides if not uses(_option_of(config, key_of(override)), key_of(override))]
+
+
+def _option_of(config: Config, name: str) -> str:
+    return getattr(getattr(config, name.rpartition(".")[0], None), "name", "")
+
+
+def refuse_unused(config: Config, overrides: Iterable[str]) -> None:
+    """Refuse a key that was given explicitly and that the chosen method would ignore.
+
+    Errors: ``UserError`` naming the key, the keys that the method uses and the methods that use the key.
+    """
+    for override in find_unused(config, overrides):
+        name = key_of(override)
+        section, option = KEYS[name].section, _option_of(config, name)
+        used = ", ".join(keys_used_by(option, section)) or f"no key of {section}"
+        others = ", ".join(KEYS[name].declaration.used_by or ())
+        raise UserError(
+            f"{override}: {section}={option} does not use {name}; it uses {used}. Drop {name}, or choose a {section} "
+            f"that uses it: {others}"
+        )

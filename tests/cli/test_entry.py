@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tagc.cli import entry as cli
-from tagc.config import Config
-from tests.cli.conftest import Command
+from tagc.config import KEYS, Config
+from tagc.host.pipe import CLOSED_PIPE
+from tests.cli.conftest import RUN_PY, Command
 
 BAD_INPUT = [
     ("compressor.sparsty=0.5", ["unknown key compressor.sparsty", "did you mean compressor.sparsity?"]),
     ("+compressor.sparsty=0.5", ["unknown key compressor.sparsty", "did you mean compressor.sparsity?"]),
     ("++trainer.steps=5", ["unknown key trainer.steps", "did you mean trainer.max_steps?"]),
     ("+bandwidth.zzz=1", ["unknown key bandwidth.zzz", "name, rate_mbps"]),
-    ("+foo=1", ["unknown key foo", "tagc/config.py"]),
+    ("+foo=1", ["unknown key foo", "tagc/config/schema.py"]),
     ("sparsity=0.5", ["unknown key sparsity", "did you mean compressor.sparsity?"]),
     ("compresor=tagc", ["unknown key compresor", "did you mean compressor?"]),
     ("compressor=tagc3", ["compressor=tagc3", "Did you mean compressor=tagc", "bf16, fsdp, int4"]),
@@ -53,6 +57,26 @@ def test_bad_input_is_one_message_and_a_non_zero_exit(command: Command, argument
     assert code == 1 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1, err
     assert [part for part in parts if part.lower() not in err.lower()] == [], err
+
+
+TOGETHER = [
+    ("compressor=int8 compressor.sparsity=0.9", ["compressor=int8 does not use compressor.sparsity", "block", "tagc2"]),
+    ("compressor=fsdp ++compressor.sparsity=0.9", ["compressor=fsdp does not use", "it uses no key of compressor"]),
+    ("-m compressor=fsdp,tagc2 hydra.sweep.dir=/x/a,b", ["hydra.sweep.dir=/x/a,b", "hydra.sweep.dir='/x/a\\,b'"]),
+    ("-m compressor=fsdp,tagc3", ["point 1 (compressor=tagc3)", "there is no such option"]),
+    ("network=real network.latency_ms=0", ["network=real does not use network.latency_ms"]),
+    ("cluster.max_requeues=3", ["cluster=local does not use cluster.max_requeues"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "parts"), TOGETHER)
+def test_arguments_that_do_not_go_together_are_refused_by_name(
+    command: Command, arguments: str, parts: list[str]
+) -> None:
+    code, out, err = command(*arguments.split())
+    assert (code, out) == (1, "") and err.startswith("error: "), err
+    assert [part for part in parts if part not in err] == [], err
+    assert "compressor takes the name of an option" not in err
 
 
 def test_a_key_in_a_group_file_is_refused_with_the_file(command: Command, tmp_path: Path) -> None:
@@ -132,3 +156,21 @@ def test_hydras_own_options_work(command: Command, arguments: list[str]) -> None
     code, out, _ = command(*arguments)
     assert code == 0
     assert {"--help": "compressor: ", "--cfg": "sparsity: 0.8", "--version": "Hydra"}[arguments[0]] in out
+
+
+def test_help_shows_each_key_with_default_meaning_and_range(command: Command) -> None:
+    _, out, _ = command("--help")
+    missing = [name for name in KEYS if f"\n  {name}=" not in out]
+    assert missing == []
+    words = " ".join(out.split())
+    assert "compressor.block=256 Elements that share one scale. Legal: an integer >= 8. Used by int8, int4." in words
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"], ["--version"]])
+def test_a_closed_pipe_is_no_traceback(arguments: list[str]) -> None:
+    """As ``python run.py --help | head -3``, with a reader that has gone before the first byte."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, str(RUN_PY), *arguments], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode in (0, CLOSED_PIPE) and done.stderr == ""

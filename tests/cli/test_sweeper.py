@@ -176,3 +176,28 @@ def test_a_single_run_leaves_a_folder_in_use_alone(command: Command, tmp_path: P
     assert os.listdir(folder) == [".lock"]
     os.close(handle)
     assert command("seed=1", f"hydra.run.dir={folder}")[0] == 0
+
+
+def test_a_method_runs_once_whatever_the_keys_it_does_not_use(command: Command, tmp_path: Path) -> None:
+    code, out, err = command(*SWEEP, "compressor=fsdp,tagc2", "compressor.sparsity=0.8,0.9")
+    assert (code, err) == (0, "")
+    assert "1 of 4 points left out: they differ from others only in keys that their method does not use" in out
+    names = sorted(path.parent.name.split("-")[0] for path in tmp_path.glob("*/*/summary.json"))
+    assert names == ["fsdp", "tagc2", "tagc2"]
+    command(*SWEEP, "compressor=fsdp")
+    assert len(list(tmp_path.glob("*/fsdp-*"))) == 1, "the same point as in the sweep before"
+
+
+def test_a_key_that_no_point_uses_is_refused(command: Command) -> None:
+    code, _, err = command(*SWEEP, "compressor=fsdp,int8", "compressor.ratio=2")
+    assert code == 1
+    assert "point 1 (compressor=int8 compressor.ratio=2): " in err and "does not use compressor.ratio" in err
+
+
+def test_keys_that_the_method_does_not_use_do_not_tell_points_apart() -> None:
+    a, b = Config(), Config()
+    a.compressor.name = b.compressor.name = "int8"
+    b.compressor.sparsity = 0.9
+    assert name_folder(a) == name_folder(b)
+    b.compressor.block = 64
+    assert name_folder(a) != name_folder(b)

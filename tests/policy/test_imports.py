@@ -16,11 +16,7 @@ GROUND = ["host", "config", "errors"]  # know nothing of the rest
 GLUE = ["launch", "sweep", "cli"]  # between run.py and the parts; nobody below imports them
 KNOWS_HYDRA = [
     "tagc.config.check",
-    "tagc.cli.__main__",
-    "tagc.cli.entry",
-    "tagc.cli.messages",
-    "tagc.cli.slurm_array",
-    "tagc.cli.sweeper",
+    *(f"tagc.cli.{name}" for name in ("__main__", "entry", "help", "messages", "slurm_array", "sweeper")),
 ]
 
 
