@@ -1,4 +1,4 @@
-"""Puts conf/ into the wheel as tagc/conf, so that an installed tagc finds its configuration; the rest: pyproject.toml."""
+"""Puts conf/ into the wheel as tagc/conf, where an installed tagc looks for it; the rest: pyproject.toml."""
 
 import shutil
 from pathlib import Path

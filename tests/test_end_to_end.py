@@ -98,7 +98,7 @@ def test_any_number_of_ranks_trains_on_the_same_batches(text_folder, tmp_path):
             "compressor=fsdp",
             f"cluster.ranks={ranks}",
             "trainer.max_steps=4",
-            *TINY,
+            *(word for word in TINY if not word.startswith("compressor.")),
             f"data.path={text_folder}",
             f"hydra.run.dir={tmp_path}/{ranks}",
         )
