@@ -16,6 +16,7 @@ from typing import Any
 from tagc.config import Config
 from tagc.errors import UserError
 from tagc.host.device import resolve_device
+from tagc.host.preflight import refuse_torchrun
 from tagc.launch.agent import run_ranks
 from tagc.launch.folder import claim_folder, read_outcome, write_failed_summary
 from tagc.launch.interrupts import RunInterrupted, raise_on_signals
@@ -37,6 +38,7 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
     Errors: ``UserError`` for bad input, also when a rank raised it; :class:`RankFailure` when a rank failed
     otherwise; :class:`RunInterrupted` on SIGINT, SIGHUP, SIGTERM and SIGUSR1. No rank outlives this call.
     """
+    refuse_torchrun(os.environ)
     if config.cluster.name == "slurm" and "SLURM_JOB_ID" not in os.environ:
         raise UserError("cluster=slurm submits a job with -m only: python run.py -m cluster=slurm ...")
     from tagc.record.wandb.mirror import check_options
