@@ -101,7 +101,7 @@ def configure_agent(job: Job) -> Any:
         rdzv_backend="c10d",
         rdzv_endpoint=nodes.endpoint,
         rdzv_configs={} if alone else {"is_host": False},  # the launchers have met at this store already
-        local_addr="localhost" if alone else None,
+        local_addr="127.0.0.1" if alone else None,
         # Elastic counts restarts on each node for itself, and the counts would part: the attempts' folders, groups and
         # micro-batches would no longer fit each other.
         max_restarts=cluster.max_restarts if alone else 0,

@@ -31,7 +31,7 @@ class Nodes:
 
     count: int = 1
     index: int = 0
-    endpoint: str = "localhost:0"  # of the store; port 0: a free one, so that runs at the same time never meet
+    endpoint: str = "127.0.0.1:0"  # of the store; port 0: a free one, so that runs at the same time never meet
     store: Any = None  # torch.distributed.TCPStore; None on a single node
 
     def announce(self, **facts: str) -> None:
