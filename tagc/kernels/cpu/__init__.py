@@ -1,7 +1,8 @@
 """The CPU backend: numba loops on one core, without the interpreter lock. Same contract as the reference.
 
 The first call of each operation compiles for seconds; the result is cached beside the source (``NUMBA_CACHE_DIR`` names
-another folder). Little-endian machines; fused multiply-add in hardware, else that of the C library, which is slow.
+another folder; ``compiled.py`` says what a damaged one costs). Little-endian machines; fused multiply-add in hardware,
+else that of the C library, which is slow.
 
 What bounds the speed, at 2.35 M elements a shard, 127 lanes, on a Zen 5 core with 1 MB of its own cache:
 

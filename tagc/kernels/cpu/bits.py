@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic as numba_intrinsic
 from numba.extending import overload
+
+from tagc.kernels.cpu.compiled import compiled
 
 _ONES = np.uint64(0x0101010101010101)
 _DIAGONAL = np.uint64(0x8040201008040201)  # bit k of byte k
@@ -73,14 +75,14 @@ def first_bit(typing_context: Any, bits: Any) -> Any:
     return types.uint64(types.uint64), emit
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def spread_bits(bits_B: np.ndarray, flags_8B: np.ndarray) -> None:
     """Bitmap bytes to words of eight flags. bits_B: uint8; flags_8B: uint64, as many."""
     for b in range(len(bits_B)):
         flags_8B[b] = ((((np.uint64(bits_B[b]) * _ONES) & _DIAGONAL) + _BELOW_TOP) >> _7) & _ONES
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def gather_bits(flags_8B: np.ndarray, bits_B: np.ndarray) -> int:
     """Words of eight flags to bitmap bytes; returns how many are set."""
     count = np.uint64(0)
@@ -91,7 +93,7 @@ def gather_bits(flags_8B: np.ndarray, bits_B: np.ndarray) -> int:
     return int(np.int64(count))
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def count_flags(flags_8B: np.ndarray) -> int:
     """How many flags are set in words of eight."""
     count = np.uint64(0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from tagc.codec.bitmap import bitmap_bytes
@@ -31,6 +30,7 @@ from tagc.kernels.cpu.bits import (
     spread_bits,
     store,
 )
+from tagc.kernels.cpu.compiled import compiled
 from tagc.kernels.cpu.select import copy_values
 from tagc.kernels.reference import DecodedPacked, EncodedPacked
 
@@ -38,7 +38,7 @@ TILE = 4096  # elements; a multiple of 8
 _ZERO, _ONE = np.float32(0), np.uint64(1)
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
+@compiled(fastmath={"reassoc"})
 def _split_tile(
     gradient: np.ndarray,
     residual: np.ndarray,
@@ -70,7 +70,7 @@ def _split_tile(
     return squares
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _compress(chosen: np.ndarray, bits: np.ndarray, values_C: np.ndarray, place: int) -> int:
     """Append the elements whose bits are set to the values, from ``place`` on; returns the place behind them."""
     to = np.uint64(place)
@@ -83,7 +83,7 @@ def _compress(chosen: np.ndarray, bits: np.ndarray, values_C: np.ndarray, place:
     return int(np.int64(to))
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _expand(values_C: np.ndarray, place: int, bits: np.ndarray, total: np.ndarray) -> int:
     """Add the values from ``place`` on to the elements whose bits are set; returns the place behind them."""
     at, end = np.uint64(place), np.uint64(len(values_C))
@@ -96,7 +96,7 @@ def _expand(values_C: np.ndarray, place: int, bits: np.ndarray, total: np.ndarra
     return int(np.int64(at))
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _keep_overflow(chosen: np.ndarray, flags: np.ndarray, room: int, residual: np.ndarray) -> float:
     """Take back what is flagged beyond the first ``room``; returns by how much that changes the residual's squares."""
     change = 0.0
@@ -113,7 +113,7 @@ def _keep_overflow(chosen: np.ndarray, flags: np.ndarray, room: int, residual: n
     return change
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _encode_shard(
     gradient_N: np.ndarray,
     residual_N: np.ndarray,
@@ -167,7 +167,7 @@ def _encode_shard(
     return total, squares
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _add_values(index_B: np.ndarray, values_C: np.ndarray, total_N: np.ndarray, union_B: np.ndarray) -> None:
     """Add one sender's values to the total, and its index to the union."""
     words = np.zeros(TILE // 64, np.uint64)
@@ -185,7 +185,7 @@ def _add_values(index_B: np.ndarray, values_C: np.ndarray, total_N: np.ndarray, 
             union[b] |= index[b]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _mark_nonzero(own_N: np.ndarray, union_B: np.ndarray) -> None:
     words = np.empty(TILE // 8, np.uint64)
     flags = words.view(np.uint8)
@@ -198,7 +198,7 @@ def _mark_nonzero(own_N: np.ndarray, union_B: np.ndarray) -> None:
         gather_bits(words[:count], union_B[start // 8 : start // 8 + count])
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _count_bitmap(bits_B: np.ndarray) -> int:
     words = np.empty(TILE // 8, np.uint64)
     count = 0

@@ -17,9 +17,9 @@ Rows of a single element have sweeps of their own (peel_single).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from tagc.kernels.cpu.bits import count_bits, count_flags, gather_bits, spread_bits
+from tagc.kernels.cpu.compiled import compiled
 from tagc.kernels.cpu.peel_single import peel_single
 from tagc.kernels.cpu.vectors import VECTOR, find_pure, take_pure
 
@@ -28,7 +28,7 @@ TILE = 8192  # elements
 SWEEP_SHARE = 200  # sweep again while a sweep resolves at least one in so many elements of the shard
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def spread_rows(
     index_B: np.ndarray, own_N: np.ndarray, tile_rows: int, lanes: int, open_RW: np.ndarray
 ) -> tuple[int, int]:
@@ -55,7 +55,7 @@ def spread_rows(
     return peers, union
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def pack_rows(open_RW: np.ndarray, tile_rows: int, lanes: int, index_B: np.ndarray) -> int:
     """Invert :func:`spread_rows`; returns how many flags are set."""
     rows, tile = len(open_RW), tile_rows * lanes
@@ -72,7 +72,7 @@ def pack_rows(open_RW: np.ndarray, tile_rows: int, lanes: int, index_B: np.ndarr
     return count
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def fill_cells(
     cells_S: np.ndarray, open_RW: np.ndarray, cell_HR: np.ndarray, lanes: int, rest: np.ndarray, count: np.ndarray
 ) -> None:
@@ -91,7 +91,7 @@ def fill_cells(
                 row_count[lane] += flags[lane]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def sweep_rows(
     open_RW: np.ndarray,
     rest: np.ndarray,
@@ -136,7 +136,7 @@ def sweep_rows(
     return resolved
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _has_flag(row: np.ndarray) -> bool:
     either = 0
     for lane in range(len(row)):
@@ -144,7 +144,7 @@ def _has_flag(row: np.ndarray) -> bool:
     return either != 0
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _take(
     r: int,
     lane: int,
@@ -179,7 +179,7 @@ def _take(
     return True, value, top
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def chase_rest(
     open_RW: np.ndarray,
     rest: np.ndarray,
@@ -225,7 +225,7 @@ def chase_rest(
     return resolved
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def add_estimates(
     open_RW: np.ndarray, rest: np.ndarray, cell_HR: np.ndarray, sign_HR: np.ndarray, lanes: int, total_N: np.ndarray
 ) -> None:
@@ -242,7 +242,7 @@ def add_estimates(
                     total_N[r * lanes + lane] += max(min(a, b), min(max(a, b), c))
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def peel(
     index_B: np.ndarray,
     cells_S: np.ndarray,

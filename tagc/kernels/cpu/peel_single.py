@@ -7,15 +7,15 @@ as a list, in order; each sweep takes what pure cells give and closes the gaps. 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from tagc.kernels.cpu.bits import count_bits, first_bit
+from tagc.kernels.cpu.compiled import compiled
 
 MAX_SWEEPS = 40  # afterwards elements are followed one by one, which bounds the work
 _ONE = np.uint64(1)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def list_positions(index_B: np.ndarray, numel: int) -> np.ndarray:
     """Positions below ``numel`` whose bits are set: int64, ascending."""
     total = 0
@@ -33,7 +33,7 @@ def list_positions(index_B: np.ndarray, numel: int) -> np.ndarray:
     return position_E[:found]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _sweep_list(
     position_E: np.ndarray,
     rest: np.ndarray,
@@ -68,7 +68,7 @@ def _sweep_list(
     return left
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def peel_single(
     index_B: np.ndarray,
     cells_S: np.ndarray,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from tagc.codec.quantize import code_bytes, largest_code
 from tagc.kernels.cpu.arrays import byte_array, check_numel, check_shards, float_array, state_array
 from tagc.kernels.cpu.bits import float_from_bits, fused_multiply_add, load, store
+from tagc.kernels.cpu.compiled import compiled
 from tagc.kernels.reference import EncodedBlocks
 
 _ZERO = np.float32(0)
@@ -18,7 +18,7 @@ _ROUNDER = np.float32(12582912.0)
 _MAGNITUDE, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _add_old(gradient: np.ndarray, residual: np.ndarray, decay: np.float32, x: np.ndarray) -> None:
     """``x = gradient + decay * residual``; ``decay=0`` ignores the residual."""
     for i in range(len(gradient)):
@@ -26,7 +26,7 @@ def _add_old(gradient: np.ndarray, residual: np.ndarray, decay: np.float32, x: n
         x[i] = fused_multiply_add(decay, old, gradient[i])
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _find_scale(x: np.ndarray, limit: np.float32) -> np.float32:
     """Largest magnitude over ``limit``; 0 where a value is NaN or Inf.
 
@@ -41,7 +41,7 @@ def _find_scale(x: np.ndarray, limit: np.float32) -> np.float32:
     return float_from_bits(largest) / limit
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _quantize(x: np.ndarray, scale: np.float32, limit: np.float32, q: np.ndarray, residual: np.ndarray) -> None:
     """q: out, ``x / scale`` to the nearest integer, half to even; residual: out, what q leaves. x: out, the same."""
     for i in range(len(x)):
@@ -52,7 +52,7 @@ def _quantize(x: np.ndarray, scale: np.float32, limit: np.float32, q: np.ndarray
         store(residual, i, x[i])
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
+@compiled(fastmath={"reassoc"})
 def _sum_squares(x: np.ndarray) -> np.float32:
     squares = _ZERO
     for i in range(len(x)):
@@ -60,14 +60,14 @@ def _sum_squares(x: np.ndarray) -> np.float32:
     return squares
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _pack_nibbles(q: np.ndarray, codes: np.ndarray) -> None:
     """Two elements a byte, the first in the low half; q has an even number of elements, zero-filled."""
     for b in range(len(codes)):
         codes[b] = np.uint8((q[2 * b] & 15) | ((q[2 * b + 1] & 15) << 4))
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _encode_shard(
     gradient_N: np.ndarray,
     residual_N: np.ndarray,
@@ -104,7 +104,7 @@ def _encode_shard(
     return squares
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _take_own(gradient_N: np.ndarray, residual_N: np.ndarray, decay: np.float32) -> None:
     """The own shard: x in the gradient's memory, nothing left."""
     if decay != 0:
@@ -114,13 +114,13 @@ def _take_own(gradient_N: np.ndarray, residual_N: np.ndarray, decay: np.float32)
         store(residual_N, i, _ZERO)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _add_bytes(codes: np.ndarray, scale: np.float32, total: np.ndarray) -> None:
     for i in range(len(total)):
         total[i] += np.float32(np.int8(codes[i])) * scale
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _add_nibbles(codes: np.ndarray, scale: np.float32, total: np.ndarray) -> None:
     for b in range(len(total) // 2):
         total[2 * b] += np.float32(np.int8((codes[b] & 15) ^ 8) - 8) * scale
@@ -129,7 +129,7 @@ def _add_nibbles(codes: np.ndarray, scale: np.float32, total: np.ndarray) -> Non
         total[-1] += np.float32(np.int8((codes[len(total) // 2] & 15) ^ 8) - 8) * scale
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _add_shard(codes_M: np.ndarray, scales_K: np.ndarray, bits: int, block: int, total_N: np.ndarray) -> None:
     """Add one sender's values to the total."""
     for k in range(len(scales_K)):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from tagc.codec.sparsify import count_kept
 from tagc.kernels.cpu.arrays import as_array, byte_array, check_shards, float_array, state_array
 from tagc.kernels.cpu.bits import fused_multiply_add, load
+from tagc.kernels.cpu.compiled import compiled
 
 _ZERO = np.float32(0)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _sample_shard(
     gradient_N: np.ndarray,
     state_N: np.ndarray,

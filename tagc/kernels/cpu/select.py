@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from tagc.kernels.cpu.bits import fused_multiply_add, gather_bits, load, spread_bits, store
+from tagc.kernels.cpu.compiled import compiled
 
 _ZERO = np.float32(0)
 _ONES = np.uint64(0x0101010101010101)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def copy_values(source: np.ndarray, target: np.ndarray) -> None:
     """Fill ``target`` from the start of ``source``. (A slice assignment would check for overlap and copy twice.)"""
     for i in range(len(target)):
         target[i] = source[i]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def add_owed(gradient: np.ndarray, carry: np.ndarray, flags: np.ndarray, decay: np.float32) -> None:
     """``gradient += decay * carry`` where the flag is set."""
     for i in range(len(gradient)):
@@ -26,7 +26,7 @@ def add_owed(gradient: np.ndarray, carry: np.ndarray, flags: np.ndarray, decay: 
         gradient[i] = fused_multiply_add(decay, old, gradient[i])
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
+@compiled(fastmath={"reassoc"})
 def split_tile(
     gradient: np.ndarray,
     carry: np.ndarray,
@@ -54,7 +54,7 @@ def split_tile(
     return squares
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def select_tile(
     gradient: np.ndarray,
     carry: np.ndarray,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from tagc.codec.bitmap import bitmap_bytes
@@ -26,6 +25,7 @@ from tagc.kernels.cpu.arrays import (
     threshold_array,
 )
 from tagc.kernels.cpu.bits import prefetch, spread_bits, store
+from tagc.kernels.cpu.compiled import compiled
 from tagc.kernels.cpu.peel import peel
 from tagc.kernels.cpu.select import add_owed, copy_values, select_tile
 from tagc.kernels.reference import DecodedSketch, EncodedSketch
@@ -34,7 +34,7 @@ TILE = 8192  # elements: 32 kB each of gradient, state and selected values
 LINE = 16  # floats in a cache line
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _scatter_rows(
     chosen: np.ndarray,
     first: int,
@@ -69,7 +69,7 @@ def _scatter_rows(
                 out[lane] += sign * row[lane]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _scatter_single_lane(
     chosen: np.ndarray, first: int, rows: int, cell_HR: np.ndarray, sign_HR: np.ndarray, cells: np.ndarray
 ) -> None:
@@ -80,7 +80,7 @@ def _scatter_single_lane(
                 cells[h, cell_HR[h, first + r], 0] += sign_HR[h, first + r] * chosen[r]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _encode_shard(
     gradient_N: np.ndarray,
     carry_N: np.ndarray,
@@ -132,7 +132,7 @@ def _encode_shard(
     return total, squares
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _round_cells(cells: np.ndarray, lanes: int, cells_S: np.ndarray) -> None:
     """Drop the padding of the cells and round them to the wire dtype."""
     flat = cells.reshape(-1, cells.shape[2])
@@ -142,7 +142,7 @@ def _round_cells(cells: np.ndarray, lanes: int, cells_S: np.ndarray) -> None:
             store(out, lane, row[lane])
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _add_residual(gradient_N: np.ndarray, carry_N: np.ndarray, owed_B: np.ndarray, decay: np.float32) -> None:
     words = np.empty(512, np.uint64)
     flags = words.view(np.uint8)
