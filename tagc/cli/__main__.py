@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import hydra
@@ -9,6 +10,7 @@ from omegaconf import DictConfig
 
 from tagc.cli import entry
 from tagc.cli.sweeper import register_sweeper
+from tagc.host.preflight import drop_thread_binding
 
 
 @hydra.main(version_base="1.3", config_path=str(entry.CONF_DIR), config_name="config")
@@ -19,6 +21,8 @@ def main(composed: DictConfig) -> None:
 
 def start() -> int:
     """Compose the configuration, validate it, run it; returns the exit code."""
+    if message := drop_thread_binding(os.environ):
+        sys.stderr.write(message + "\n")
     entry.register_schema()
     register_sweeper()
     return entry.run(main)

@@ -16,7 +16,7 @@ from typing import Any
 from tagc.config import Config
 from tagc.errors import UserError
 from tagc.host.device import resolve_device
-from tagc.host.preflight import refuse_torchrun
+from tagc.host.preflight import check_machine, refuse_torchrun
 from tagc.launch.agent import run_ranks
 from tagc.launch.folder import claim_folder, read_outcome, write_failed_summary
 from tagc.launch.interrupts import RunInterrupted, raise_on_signals
@@ -91,6 +91,7 @@ def _follow(job: Job) -> dict[str, Any]:
 def _start_here(job: Job) -> int | None:
     """Prepare the data and run this node's ranks; returns the signal that made them stop, if one did."""
     device = resolve_device(job.config.cluster.device, job.config.cluster.ranks_per_node)
+    check_machine(job.config, device, os.environ)
     from tagc.data import prepare
 
     job = job.with_(data=prepare(job.config.data))
