@@ -60,7 +60,8 @@ class Run:
 
     def find_ranks(self) -> list[int]:
         """Processes of the ranks that live."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")  # the ranks are children of a thread
+        children = [pid for path in threads for pid in path.read_text().split()]
         ranks = sorted(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
         self._seen_ranks.update(ranks)
         return ranks

@@ -30,7 +30,7 @@ from tagc.config import Config, from_omegaconf, refuse_unused
 from tagc.errors import SweepStopped, UserError
 from tagc.host.pipe import CLOSED_PIPE, flush_stdout
 from tagc.host.run_lock import FolderInUse, find_holder, wait_for_signs
-from tagc.launch import RunInterrupted, launch
+from tagc.launch import RunInterrupted, handle_signals, launch
 from tagc.sweep.jobs import run_point
 from tagc.sweep.states import State, load_json, read_state
 
@@ -186,6 +186,15 @@ class JobReport(Callback):
 
 
 def run(main: Callable[[], None]) -> int:
+    """As :func:`_run`; a signal that arrives during the clean-up does not interrupt it."""
+    with handle_signals() as inbox:
+        try:
+            return _run(main)
+        finally:
+            inbox.ignore_until_exit()
+
+
+def _run(main: Callable[[], None]) -> int:
     """Call the Hydra entry ``main`` and return the exit code; what a user can mend is one message on stderr.
 
     If the reader of stdout has closed its pipe, what was to be shown is lost and the exit code of success becomes 141.

@@ -11,24 +11,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM and people send; SLURM's early warning (--signal=USR1@90)
 RESTART_VARIABLE = "TAGC_RESTART"  # what a restarted rank shall say about it
 STOP_FILE_VARIABLE = "TAGC_STOP_FILE"
 _LONE_SIGTERM_S = 3.0  # a rank whose launcher goes on was sent SIGTERM because another one failed
-
-
-Handler = Callable[[int, FrameType | None], None]
-
-
-@dataclass
-class StopRequest:
-    """What the launcher passed on."""
-
-    received: int | None = None  # the first signal
 
 
 @contextmanager
@@ -44,36 +32,6 @@ def block_signals(*signals: signal.Signals) -> Iterator[None]:
 def stop_file(report_dir: str) -> str:
     """The file that asks ranks to stop."""
     return str(Path(report_dir, "stop"))
-
-
-@contextmanager
-def forward_to_ranks(report_dir: str, grace_s: float, give_up: Handler) -> Iterator[StopRequest]:
-    """In the launcher, while ranks run: SIGTERM and SIGUSR1 make them stop; ``give_up(signum, ...)`` after ``grace_s``.
-
-    ``give_up`` is called in the main thread and should raise. Signals that were ignored stay ignored.
-    """
-    stop = StopRequest()
-
-    def request(signum: int, frame: FrameType | None) -> None:
-        if stop.received is None:
-            stop.received = signum
-            Path(stop_file(report_dir)).touch()
-            signal.setitimer(signal.ITIMER_REAL, grace_s)
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        give_up(stop.received or signum, frame)
-
-    saved = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
-    for number in SIGNALS:
-        if saved[number] is not signal.SIG_IGN:
-            signal.signal(number, request)
-    signal.signal(signal.SIGALRM, end)
-    try:
-        yield stop
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in saved.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ failures    which of several failures is the cause
 from tagc.launch.agent import shield_resource_tracker
 from tagc.launch.failures import RankFailure
 from tagc.launch.folder import FolderInUse
-from tagc.launch.interrupts import REQUEUE_EXIT_CODE, RunInterrupted
+from tagc.launch.interrupts import REQUEUE_EXIT_CODE, RunInterrupted, handle_signals
 from tagc.launch.job import Job, Worker
 from tagc.launch.launcher import launch
 
@@ -25,6 +25,7 @@ __all__ = [
     "RankFailure",
     "RunInterrupted",
     "Worker",
+    "handle_signals",
     "launch",
     "shield_resource_tracker",
 ]

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import uuid
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -14,45 +15,50 @@ from typing import Any
 
 from tagc.config import Config
 from tagc.host.device import count_cores
-from tagc.host.signals import STOP_FILE_VARIABLE, block_signals, forward_to_ranks, stop_file
+from tagc.host.signals import STOP_FILE_VARIABLE, block_signals, stop_file
 from tagc.launch.attempts import find_user_error, last_attempt
 from tagc.launch.failures import find_root_cause
-from tagc.launch.interrupts import RunInterrupted, interrupt, keep_sigint_from_ranks, signals_to_handle
+from tagc.launch.interrupts import SHUTDOWN_S, Inbox, RunInterrupted, await_ranks
 from tagc.launch.job import Job
 from tagc.launch.rank import run_rank
 
-_SHUTDOWN_S = 5  # ranks that ignore SIGTERM for this long are killed
 
+def run_ranks(job: Job, inbox: Inbox) -> int | None:
+    """Start this node's ranks and wait until all have ended; returns the signal that made them stop, if one did.
 
-def run_ranks(job: Job) -> int | None:
-    """Start this node's ranks and wait until all have ended; returns the signal that made them stop, if one did."""
+    Torch elastic runs in a thread: the main thread receives signals, which must not interrupt it (interrupts.py).
+    """
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())
         logger.propagate = False  # what they would say about a failed rank is said once, by find_root_cause
-    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     shield_resource_tracker()
-    with _rank_environment(job):
+    failure: list[BaseException] = []
+
+    def start_and_join() -> None:
         try:
-            with (
-                keep_sigint_from_ranks(),
-                forward_to_ranks(job.report_dir, job.config.cluster.grace_s, interrupt) as stop,
-            ):
+            with block_signals(signal.SIGINT):  # ranks inherit it: a terminal sends Ctrl-C to them, too
                 elastic_launch(configure_agent(job), run_rank)(job.for_ranks())
-        except SignalException as hangup:
-            raise RunInterrupted(hangup.sigval) from None
-        except ChildFailedError as failed:
-            if stop.received:
-                raise RunInterrupted(stop.received) from None
-            rank, failure = failed.get_first_failure()
-            ranks = job.config.cluster.ranks
-            raise find_root_cause(last_attempt(job.report_dir), rank, failure.exitcode, ranks) from None
-        if error := find_user_error(job.report_dir):
-            raise error
-        return stop.received
+        except BaseException as error:
+            failure.append(error)
+
+    with _rank_environment(job):
+        elastic = threading.Thread(target=start_and_join, name="elastic", daemon=True)
+        elastic.start()
+        stopped_by = await_ranks(elastic, inbox, job.report_dir, job.config.cluster.grace_s)
+    if failure and stopped_by:
+        raise RunInterrupted(stopped_by)
+    if failure and isinstance(failure[0], ChildFailedError):
+        rank, first = failure[0].get_first_failure()
+        raise find_root_cause(last_attempt(job.report_dir), rank, first.exitcode, job.config.cluster.ranks) from None
+    if failure:
+        raise failure[0]
+    if error := find_user_error(job.report_dir):
+        raise error
+    return stopped_by
 
 
 def shield_resource_tracker() -> None:
@@ -107,6 +113,5 @@ def configure_agent(job: Job) -> Any:
         max_restarts=cluster.max_restarts if alone else 0,
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(log_dir=job.report_dir),
-        signals_to_handle=",".join(number.name for number in signals_to_handle(signal.SIGHUP)),
-        shutdown_timeout=_SHUTDOWN_S,
+        shutdown_timeout=int(SHUTDOWN_S),
     )

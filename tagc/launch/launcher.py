@@ -19,7 +19,7 @@ from tagc.host.device import resolve_device
 from tagc.host.preflight import check_machine, refuse_torchrun
 from tagc.launch.agent import run_ranks
 from tagc.launch.folder import claim_folder, read_outcome, write_failed_summary
-from tagc.launch.interrupts import RunInterrupted, raise_on_signals
+from tagc.launch.interrupts import Inbox, RunInterrupted, handle_signals
 from tagc.launch.job import Job, Worker
 from tagc.launch.nodes import meet_nodes
 from tagc.network import open_network
@@ -44,18 +44,19 @@ def launch(config: Config, run_dir: Path, worker: Worker | None = None) -> dict[
     from tagc.record.wandb.mirror import check_options
 
     check_options(config.logging)
-    with raise_on_signals(), meet_nodes(config.cluster) as nodes:
+    with handle_signals() as inbox, meet_nodes(config.cluster) as nodes:
+        inbox.check()
         job = Job(config, run_dir.absolute(), worker, nodes)
         if nodes.index:
-            return _follow(job)
+            return _follow(job, inbox)
         try:
-            return _lead(job)
+            return _lead(job, inbox)
         except Exception as error:
             nodes.announce(error=str(error))  # nobody listens any more if the ranks have started
             raise
 
 
-def _lead(job: Job) -> dict[str, Any]:
+def _lead(job: Job, inbox: Inbox) -> dict[str, Any]:
     """On the first node, usually the only one: all that happens once for a run, and its ranks here."""
     run_dir, config = job.run_dir, job.config
     with claim_folder(run_dir):
@@ -64,7 +65,7 @@ def _lead(job: Job) -> dict[str, Any]:
         prepare_start(run_dir, config)
         try:
             with job.nodes.open_report_folder(run_dir) as report_dir:
-                stopped_by = _start_here(job.with_(report_dir=report_dir))
+                stopped_by = _start_here(job.with_(report_dir=report_dir), inbox)
             return read_outcome(run_dir, stopped_by)
         except KeyboardInterrupt:
             write_failed_summary(run_dir, "interrupted", "SIGINT", config)
@@ -77,18 +78,18 @@ def _lead(job: Job) -> dict[str, Any]:
             raise
 
 
-def _follow(job: Job) -> dict[str, Any]:
+def _follow(job: Job, inbox: Inbox) -> dict[str, Any]:
     """On the other nodes: ranks only. Writes and returns nothing, because the first node records how the run ended."""
     start = job.nodes.wait_for_start()
     run_dir = Path(start["run_dir"])
     try:
-        read_outcome(run_dir, _start_here(job.with_(run_dir=run_dir, report_dir=start["report_dir"])))
+        read_outcome(run_dir, _start_here(job.with_(run_dir=run_dir, report_dir=start["report_dir"]), inbox))
         return {}
     except RunInterrupted as stop:
         raise RunInterrupted(stop.signal, run_dir) from None
 
 
-def _start_here(job: Job) -> int | None:
+def _start_here(job: Job, inbox: Inbox) -> int | None:
     """Prepare the data and run this node's ranks; returns the signal that made them stop, if one did."""
     device = resolve_device(job.config.cluster.device, job.config.cluster.ranks_per_node)
     check_machine(job.config, device, os.environ)
@@ -97,5 +98,5 @@ def _start_here(job: Job) -> int | None:
     job = job.with_(data=prepare(job.config.data))
     if job.nodes.index == 0:
         job.nodes.announce(run_dir=str(job.run_dir), report_dir=job.report_dir)
-    with open_network(job.config, device) as (config, network):
-        return run_ranks(job.with_(config=config, network=network))
+    with open_network(job.config, device) as (config, network), inbox.collect():
+        return run_ranks(job.with_(config=config, network=network), inbox)

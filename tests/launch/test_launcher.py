@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -146,7 +149,10 @@ def test_a_failed_run_keeps_its_numbers_and_leaves_the_earlier_record_whole(tmp_
 def _check_interrupted(run: subprocess.Popen[str], run_dir: Path, number: signal.Signals, pids: list[int]) -> None:
     _, err = run.communicate(timeout=30)
     assert run.returncode == 128 + number
-    assert err == f"interrupted by {number.name}; the ranks have ended\n"
+    said = err.splitlines()
+    assert said[0].startswith("ending the ranks")
+    assert said[-1] == f"interrupted by {number.name}; the ranks have ended"
+    assert not [line for line in said if not line.startswith(("ending", "killing", "interrupted"))]
     assert not _wait_for_end(pids, timeout_s=0), "a rank outlived its launcher"
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["error"]) == ("interrupted", number.name)
@@ -158,6 +164,59 @@ def test_ctrl_c_ends_the_ranks_without_a_traceback(tmp_path: Path) -> None:
     pids = [int(text) for text in _wait_for([tmp_path / "started_0", tmp_path / "started_1"])]
     os.killpg(run.pid, signal.SIGINT)
     _check_interrupted(run, tmp_path, signal.SIGINT, pids)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "gap_s"),
+    [
+        (signal.SIGINT, signal.SIGINT, 0.05),
+        (signal.SIGINT, signal.SIGINT, 0.5),
+        (signal.SIGTERM, signal.SIGINT, 0.5),
+        (signal.SIGINT, signal.SIGTERM, 1.5),
+    ],
+)
+def test_a_second_signal_kills_the_ranks_and_hangs_nothing(
+    tmp_path: Path, first: signal.Signals, second: signal.Signals, gap_s: float
+) -> None:
+    """It interrupted torch elastic while that ended the ranks; launcher and ranks then waited for each other."""
+    run = _start("hang", tmp_path)
+    pids = [int(text) for text in _wait_for([tmp_path / "started_0", tmp_path / "started_1"])]
+    os.killpg(run.pid, first)
+    time.sleep(gap_s)
+    os.kill(run.pid, second)
+    try:
+        _check_interrupted(run, tmp_path, first, pids)
+    finally:
+        run.kill()
+
+
+def test_ctrl_c_twice_on_a_terminal_ends_the_run_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    """A terminal sends SIGINT to launcher and ranks alike."""
+    terminal, inside = pty.openpty()
+    before = termios.tcgetattr(inside)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "tests.launch.start", "hang", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path.parent)},
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        pids = [int(text) for text in _wait_for([tmp_path / "started_0", tmp_path / "started_1"])]
+        os.write(terminal, b"\x03")
+        time.sleep(0.3)
+        os.write(terminal, b"\x03")
+        assert run.wait(30) == 130
+        assert not _wait_for_end(pids)
+        assert termios.tcgetattr(inside) == before
+        assert b"ending the ranks" in os.read(terminal, 10_000)
+    finally:
+        run.kill()
+        os.close(terminal)
+        os.close(inside)
 
 
 def test_a_folder_in_use_is_refused_and_sigterm_ends_the_ranks(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def _wait_for(run: subprocess.Popen[str], condition: Callable[[], Any], timeout_
 
 def _find_rank(run: subprocess.Popen[str], rank: int) -> int:
     """The process of a rank; the launcher's other child is multiprocessing's resource tracker."""
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    threads = Path(f"/proc/{run.pid}/task").glob("*/children")  # the ranks are children of a thread
+    children = [pid for path in threads for pid in path.read_text().split()]
     ranks = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return sorted(ranks)[rank]
 
