@@ -62,11 +62,11 @@ def run_ranks(job: Job, inbox: Inbox) -> int | None:
 
 
 def shield_resource_tracker() -> None:
-    """Start multiprocessing's helper so that it outlives SIGUSR1, which SLURM sends to every process of a step.
+    """Start multiprocessing's helper so that it outlives the launcher's clean-up.
 
-    SIGINT and SIGTERM it ignores by itself.
+    SLURM sends SIGUSR1 to every process of a step, a closed terminal SIGHUP. SIGINT and SIGTERM it ignores by itself.
     """
-    with block_signals(signal.SIGUSR1):
+    with block_signals(signal.SIGUSR1, signal.SIGHUP):
         resource_tracker.ensure_running()
 
 
