@@ -88,6 +88,31 @@ def test_a_missing_module_is_found() -> None:
     assert missing_modules(text) == {"experiments.nothing"}
 
 
+def missing_files(text: str) -> set[str]:
+    """Modules and configuration files of this project that a text names by their path and that do not exist.
+
+    Those of an older commit may be gone, where the same table cell says "as of commit".
+    """
+    path = r"(?<![\w./-])((?:tagc|experiments|analysis|conf|tests)/[\w./-]*\.(?:py|yaml))\b"
+    named = set(re.findall(path + r"(?![^|\n]*as of commit)", text))
+    return {path for path in named if not (ROOT / path).exists()}
+
+
+@pytest.mark.parametrize(
+    "page",
+    # the changelog tells of files that are gone, too
+    [page for page in (*PAGES, *sorted(ROOT.glob("conf/**/*.yaml"))) if page.name != "CHANGELOG.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_files_exist(page: Path) -> None:
+    assert missing_files(page.read_text()) == set()
+
+
+def test_a_missing_file_is_found() -> None:
+    text = "`tagc/config.py` (see [schema](../tagc/config/schema.py), tagc/config/schema.py, outputs/tagc/nothing.py)"
+    assert missing_files(text) == {"tagc/config.py"}
+
+
 TINY = "model.layers=1 model.width=48 model.heads=3 model.context=16 compressor.min_numel=512 trainer.max_steps=1"
 
 
