@@ -26,16 +26,13 @@ from omegaconf.errors import InterpolationResolutionError
 from tagc.cli.help import register_help
 from tagc.cli.messages import check_keys, explain
 from tagc.cli.slurm_array import register_launcher
-from tagc.config import Config, from_omegaconf, refuse_unused
+from tagc.config import CONF_DIR, Config, from_omegaconf, refuse_unused
 from tagc.errors import SweepStopped, UserError
 from tagc.host.pipe import CLOSED_PIPE, flush_stdout
 from tagc.host.run_lock import FolderInUse, find_holder, wait_for_signs
 from tagc.launch import RunInterrupted, handle_signals, launch
 from tagc.sweep.jobs import run_point
 from tagc.sweep.states import State, load_json, read_state
-
-_IN_WHEEL = Path(__file__).parents[1] / "conf"  # where setup.py puts it
-CONF_DIR = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[2] / "conf"
 
 
 def register_schema() -> None:

@@ -7,6 +7,7 @@ and validates them; code below ``tagc/cli`` never sees a ``DictConfig``.
 from tagc.config.check import flatten, from_omegaconf, to_dict, validate
 from tagc.config.keys import Affects, Declaration, Resume, Rule
 from tagc.config.lookup import (
+    CONF_DIR,
     KEYS,
     Key,
     affects,
@@ -43,6 +44,7 @@ from tagc.config.schema import (
 __all__ = [
     "CLUSTERS",
     "COMPRESSORS",
+    "CONF_DIR",
     "DTYPES",
     "KERNELS",
     "KEYS",

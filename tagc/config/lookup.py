@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from tagc.config.keys import Affects, Declaration, Resume
 from tagc.config.schema import Config
 from tagc.errors import UserError
+
+_IN_WHEEL = Path(__file__).parents[1] / "conf"  # where setup.py puts it
+CONF_DIR = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[2] / "conf"  # the options of every group
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tagc.config import KEYS, uses
+from tagc.config import CONF_DIR, KEYS, uses
 
 SECTION = "compressor."
-OPTIONS_DIR = Path(__file__).parents[2] / "conf" / "compressor"  # absent in an installed wheel: the schema's defaults
+OPTIONS_DIR = CONF_DIR / "compressor"
 
 
 @cache

@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 import tagc.compressors
-from tagc.cli.entry import CONF_DIR
-from tagc.config import COMPRESSORS, KEYS, Config, flatten, to_dict, uses
+from tagc.config import COMPRESSORS, CONF_DIR, KEYS, Config, flatten, to_dict, uses
 from tagc.record.arm import label_arm
 from tests.policy.compose import compose_config
 
