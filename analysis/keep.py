@@ -19,6 +19,7 @@ from analysis.records.identity import identify_run
 from analysis.records.load import Run, load_recorded
 from tagc.errors import UserError
 from tagc.host.files import write_text_atomic
+from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.record.manifest import NUMBER_KEYS
 
 MANIFEST_KEYS = (*NUMBER_KEYS, "network", "backend")
@@ -63,7 +64,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    with closed_pipe_ends_quietly():
+        try:
+            main()
+        except UserError as error:
+            sys.exit(f"error: {error}")

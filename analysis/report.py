@@ -44,6 +44,7 @@ from analysis.records.identity import find_notices, group_runs, loss_setting, se
 from analysis.records.load import Recorded, Run, load_recorded
 from tagc.errors import UserError
 from tagc.host.files import write_text_atomic
+from tagc.host.pipe import closed_pipe_ends_quietly
 
 TEMPLATE = Path(__file__).parent / "page" / "page.html.j2"
 SCALING_RATE_GBPS = 10
@@ -213,7 +214,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    with closed_pipe_ends_quietly():
+        try:
+            sys.exit(main())
+        except UserError as error:
+            sys.exit(f"error: {error}")

@@ -27,6 +27,7 @@ from analysis.page.sheet import MISSING, Sheet, format_number, format_range
 from analysis.records.load import Recorded, load_recorded
 from tagc.errors import UserError
 from tagc.host.files import write_text_atomic
+from tagc.host.pipe import closed_pipe_ends_quietly
 
 ROOT = Path(__file__).parents[1]
 README, PAGE, FIGURE, ROWS = (
@@ -209,7 +210,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    with closed_pipe_ends_quietly():
+        try:
+            sys.exit(main())
+        except UserError as error:
+            sys.exit(f"error: {error}")

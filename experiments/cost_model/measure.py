@@ -21,6 +21,7 @@ from typing import Any
 
 from experiments.rows import append_row, make_parser
 from tagc.host.device import count_cores
+from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.network.link import WIRE_BYTES_PER_BYTE
 from tagc.record import load_summary
 
@@ -111,4 +112,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with closed_pipe_ends_quietly():
+        main()

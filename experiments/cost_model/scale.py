@@ -24,6 +24,7 @@ from experiments.cost_model.measure import load_measured
 from experiments.cost_model.validate import measured_codec, measured_compute_ms, nano
 from experiments.rows import make_parser, write_rows
 from tagc.cli.entry import compose_config
+from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.network.calibration import reference_compute_s, resolve_dilation
 from tagc.predict.cost_model import LinkCost, UnitCost, predict_iteration_ms
 
@@ -139,4 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with closed_pipe_ends_quietly():
+        main()

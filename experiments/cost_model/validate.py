@@ -27,6 +27,7 @@ from experiments.cost_model.inputs import CodecTimes, Workload, build_workload, 
 from experiments.cost_model.measure import KEYS, MEASURED, load_measured
 from experiments.rows import write_rows
 from tagc.cli.entry import compose_config
+from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.predict.cost_model import LinkCost, UnitCost, predict_iteration_ms
 
 VALIDATION = Path(__file__).parent / "validation.csv"
@@ -148,4 +149,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with closed_pipe_ends_quietly():
+        main()

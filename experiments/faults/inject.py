@@ -22,6 +22,7 @@ from typing import Any
 from experiments.faults.kinds import KINDS, RESTARTING, small_disk
 from experiments.faults.training import Run, compare_ends
 from experiments.rows import write_rows
+from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.train.checkpoint_files import list_checkpoints
 
 COLUMNS = ("kind", "at_step", "repeated_steps", "seconds_to_next_step")
@@ -79,4 +80,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe_ends_quietly():
+        sys.exit(main())

@@ -18,6 +18,7 @@ from experiments.faults.kinds import KINDS
 from experiments.faults.training import Run, compare_ends
 from experiments.rows import make_parser, write_rows
 from tagc.config import COMPRESSORS
+from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.record.manifest import describe_git
 from tagc.train.checkpoint_files import list_checkpoints
 
@@ -66,4 +67,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe_ends_quietly():
+        sys.exit(main())

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from experiments.gpu_check.rows import ROOT
+from tagc.host.pipe import closed_pipe_ends_quietly
 
 BUDGETS_S = {"contract": 120, "syncs": 45, "speed": 65, "steps": 110}  # by part; together under 6 minutes
 GRACE_S = 15  # a part keeps its own deadline this long before its end
@@ -75,4 +76,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe_ends_quietly():
+        sys.exit(main())

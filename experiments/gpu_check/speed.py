@@ -6,6 +6,7 @@ import sys
 
 from experiments.gpu_check.rows import Part, load_kernels, run_part
 from experiments.kernels.arms import FULL_SIZE, make_arms, measure_rounds, summarise_arms
+from tagc.host.pipe import closed_pipe_ends_quietly
 
 EMBEDDING = 50304 * 768  # values: GPT-2's largest bucket
 DENSITIES, RATIOS = (0.2,), (2.0, 3.0)
@@ -35,4 +36,5 @@ def measure(part: Part) -> bool:
 
 
 if __name__ == "__main__":
-    run_part("speed", measure)
+    with closed_pipe_ends_quietly():
+        run_part("speed", measure)

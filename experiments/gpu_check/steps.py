@@ -27,6 +27,7 @@ from tagc.comm import exchange
 from tagc.config import BandwidthConfig, CompressorConfig, Config, ModelConfig, NetworkConfig, TrainerConfig, validate
 from tagc.data import DataInfo
 from tagc.data.tokens import write_tokens
+from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.train.trainer import Trainer
 
 ARMS = ("noop", "fsdp", "bf16", "tagc", "tagc2", "packed")
@@ -147,4 +148,5 @@ def measure(part: Part) -> bool:
 
 
 if __name__ == "__main__":
-    run_part("steps", measure)
+    with closed_pipe_ends_quietly():
+        run_part("steps", measure)

@@ -21,6 +21,7 @@ from tagc.compressors import COMPRESSORS, BucketSpec, Compressor
 from tagc.compressors import Part as Message
 from tagc.compressors.sketch import HASH_SEEDS
 from tagc.config import CompressorConfig
+from tagc.host.pipe import closed_pipe_ends_quietly
 
 RANKS = 2
 WARM_UP = HASH_SEEDS + 1  # every hash table is built, which copies it; kernels compile, which may wait
@@ -115,4 +116,5 @@ def measure(part: Part) -> bool:
 
 
 if __name__ == "__main__":
-    run_part("syncs", measure)
+    with closed_pipe_ends_quietly():
+        run_part("syncs", measure)

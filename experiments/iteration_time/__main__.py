@@ -27,6 +27,7 @@ from experiments.iteration_time.worker import run_cell
 from tagc.config import Config, NetworkConfig
 from tagc.errors import UserError
 from tagc.host.device import resolve_device
+from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.launch import RankFailure, RunInterrupted, launch
 from tagc.network import open_network
 from tagc.record.manifest import describe_git
@@ -113,9 +114,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    except (KeyboardInterrupt, RunInterrupted):
-        sys.exit("interrupted; the same command goes on with the cell that was being measured")
+    with closed_pipe_ends_quietly():
+        try:
+            sys.exit(main())
+        except UserError as error:
+            sys.exit(f"error: {error}")
+        except (KeyboardInterrupt, RunInterrupted):
+            sys.exit("interrupted; the same command goes on with the cell that was being measured")

@@ -18,6 +18,7 @@ import torch
 from experiments.iteration_time.arms import POWERSGD_RANKS
 from experiments.iteration_time.plan import Cell, compose_config, load_plan, parse_link, select_cells
 from tagc.config import COMPRESSORS
+from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.model.gpt import GPT, flops_per_token, parameter_count
 from tagc.network import Link
 from tagc.predict.traffic import UnitTraffic, plan_traffic
@@ -124,4 +125,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with closed_pipe_ends_quietly():
+        main()

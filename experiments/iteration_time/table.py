@@ -16,6 +16,7 @@ from rich.console import Console
 from analysis.page.cell_tables import write_cell_tables
 from experiments.iteration_time.record import ROWS_DIR
 from tagc.errors import UserError
+from tagc.host.pipe import closed_pipe_ends_quietly
 
 PIPE_WIDTH = 200
 
@@ -43,7 +44,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    with closed_pipe_ends_quietly():
+        try:
+            main()
+        except UserError as error:
+            sys.exit(f"error: {error}")

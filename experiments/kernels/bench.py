@@ -21,6 +21,7 @@ import torch
 from rich.progress import track
 
 from experiments.kernels.arms import FULL_SIZE, RANKS, Arm, make_arms, measure_rounds, summarise_arms
+from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.kernels import BACKENDS, resolve_backend
 from tagc.record.manifest import describe_git, describe_hardware, describe_versions
 
@@ -87,4 +88,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with closed_pipe_ends_quietly():
+        main()

@@ -18,6 +18,7 @@ from typing import Any
 from experiments.rows import make_parser, write_rows
 from experiments.transport.worker import run_rank
 from tagc.config import BandwidthConfig, CompressorConfig, Config, ModelConfig, NetworkConfig, TrainerConfig
+from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.launch import launch
 from tagc.record.manifest import describe_git
 
@@ -83,4 +84,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with closed_pipe_ends_quietly():
+        main()

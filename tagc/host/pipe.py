@@ -1,10 +1,15 @@
-"""A command whose stdout is a pipe that its reader has closed: ``python run.py --help | head -3``."""
+"""A command whose stdout is a pipe that its reader has closed: ``python run.py --help | head -3``.
+
+A command's last lines: ``with closed_pipe_ends_quietly(): sys.exit(main())``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
+from collections.abc import Iterator
 
 CLOSED_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
 
@@ -26,6 +31,30 @@ def flush_stdout() -> bool:
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
     return not is_closed
+
+
+@contextlib.contextmanager
+def closed_pipe_ends_quietly() -> Iterator[None]:
+    """Run a command's ``main``; if the reader of stdout has closed its pipe, success becomes exit code 141.
+
+    Nothing is said about it, neither here nor by the interpreter at its exit. Other exit codes and errors, also those
+    of other pipes, stay what they are.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        if flush_stdout():
+            raise
+        sys.exit(CLOSED_PIPE)
+    except SystemExit as end:
+        if flush_stdout() or end.code not in (None, 0):
+            raise
+        sys.exit(CLOSED_PIPE)
+    except BaseException:
+        flush_stdout()
+        raise
+    if not flush_stdout():
+        sys.exit(CLOSED_PIPE)
 
 
 def _has_no_reader(handle: int) -> bool:

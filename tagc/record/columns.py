@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-#: statistic -> what it adds to a column's name in summary.json -> what that number is. Computed in summary.py over the
-#: rows that are timed (times) or counted (bytes and shares); see :func:`tagc.record.summary.summarise`.
+from tagc.host.pipe import closed_pipe_ends_quietly
+
+#: statistic -> what it adds to a column's name in summary.json -> what that number is; see ``summary.summarise``
 STATISTICS: dict[str, dict[str, str]] = {
     "spread": {"_median": "median", "_p20": "20th percentile", "_p80": "80th percentile"},
     "median": {"_median": "median"},
@@ -37,8 +38,7 @@ class Column:
     cell_decimals: decimals in the rows of ``experiments/iteration_time``; None: not kept there.
     line: value -> the column's part of a step line on the console, empty for nothing. final: row of the table at the
     end of a run, and the value's label in it where several share a row. sweep: headings in a sweep's table, one per
-    number.
-    panel: section and title of its curve on the W&B dashboard. histogram: also drawn over the layers of a step.
+    number. panel: section and title of its curve on the W&B dashboard. histogram: also drawn over a step's layers.
     """
 
     name: str
@@ -395,4 +395,5 @@ def format_page() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(format_page() + "\n")
+    with closed_pipe_ends_quietly():
+        sys.stdout.write(format_page() + "\n")

@@ -15,6 +15,7 @@ from tagc.data.cache import find_cache_root
 from tagc.data.corpora import CORPORA
 from tagc.data.write_bins import write_corpus
 from tagc.errors import UserError
+from tagc.host.pipe import closed_pipe_ends_quietly
 
 DEFAULT_VAL_FRAC = 0.005
 
@@ -63,4 +64,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe_ends_quietly():
+        sys.exit(main())

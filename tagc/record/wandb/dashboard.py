@@ -19,6 +19,7 @@ from rich.console import Console
 from tagc.config import LoggingConfig
 from tagc.errors import UserError
 from tagc.record.wandb.run import HISTOGRAM_KEYS, require_key
+from tagc.host.pipe import closed_pipe_ends_quietly
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Section, Workspace
@@ -160,4 +161,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe_ends_quietly():
+        sys.exit(main())

@@ -23,6 +23,7 @@ from tagc.host.files import write_text_atomic
 from tagc.record.rows import load_rows
 from tagc.record.wandb.process import lock_mirror
 from tagc.record.wandb.run import RunFeed, close_run, open_run, read_run_id, read_summary, require_key
+from tagc.host.pipe import closed_pipe_ends_quietly
 
 FOLDERS = ("outputs", "multirun")  # where Hydra puts runs and sweeps (conf/config.yaml)
 UPLOAD_TIMEOUT_S = 300.0
@@ -101,4 +102,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe_ends_quietly():
+        sys.exit(main())
