@@ -82,7 +82,8 @@ def compress(
     timeout_s: of that thread's collectives; None is torch's default. options: the keys of :class:`CompressorConfig`.
 
     Memory per rank: an error-feedback method keeps one residual of the size of the full, unsharded gradient of what
-    it compresses (:attr:`Compression.residual_bytes`), in ``residual_dtype``.
+    it compresses (:attr:`Compression.residual_bytes`), in ``residual_dtype``. From encode to the
+    end of backward a copy, to take a failed step back, doubles that. ``fsdp``, ``bf16`` and ``noop`` keep nothing.
 
     Errors: :class:`UserError` (a ``ValueError``) naming the argument, its value and the remedy. An error on one rank
     is an error on all ranks of the mesh, and so are settings that differ between ranks.

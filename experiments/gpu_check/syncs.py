@@ -19,7 +19,7 @@ from experiments.gpu_check.rows import Part, load_kernels, load_option, run_part
 from tagc.codec.bitmap import or_bitmaps
 from tagc.compressors import COMPRESSORS, BucketSpec, Compressor
 from tagc.compressors import Part as Message
-from tagc.compressors.sketch import HASH_SEEDS
+from tagc.compressors.tagc import HASH_SEEDS
 from tagc.config import CompressorConfig
 from tagc.host.pipe import closed_pipe_ends_quietly
 
@@ -79,7 +79,7 @@ def make_compressor(name: str, numel: int, device: torch.device) -> Compressor:
 def run_step(compressor: Compressor, gradient_WN: torch.Tensor, step: int) -> torch.Tensor:
     """Encode, pretend to exchange, decode."""
     payload = compressor.encode(gradient_WN, step)
-    return compressor.decode([receive(message, 0) for message in payload], step)
+    return compressor.decode([receive(message, 0) for message in payload.parts], payload)
 
 
 def check_compressor(name: str, numel: int, device: torch.device, warm_up: int, steps: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tagc.comm.policy import RoleSummary, is_compressed, role_of
-from tagc.compressors import BucketSpec, Compressor, Dense
+from tagc.compressors import BucketSpec, Compressor, Dense, Payload
 from tagc.config import CompressorConfig
 
 Columns = tuple[str, slice]  # a parameter's name and its columns in the bucket
@@ -23,12 +23,24 @@ class Slot:
 
     compressor: Compressor
     columns: list[slice]
+    payload: Payload | None = None  # of the step that is not finished, if the bucket was reduced in it
     sent_bytes: int = 0  # to all peers at its last reduction, without returns
 
     @property
     def numel(self) -> int:
         """Elements of one shard."""
         return self.compressor.spec.numel
+
+    @property
+    def went_dense(self) -> bool:
+        """Whether this step's reduction sent gradients whole, or there was none."""
+        return self.payload is None or self.payload.went_dense
+
+    def undo(self) -> None:
+        """Take back what the unfinished step changed in the compressor."""
+        if self.payload is not None:
+            self.compressor.undo(self.payload)
+        self.payload = None
 
     def take(self, gradient_WS: Tensor) -> Tensor:
         """The slot's columns, contiguous [W, N]; the bucket itself where the slot is all of it."""
@@ -93,11 +105,10 @@ def describe_policy(buckets: Iterable[Bucket]) -> list[RoleSummary]:
     summary: dict[str, RoleSummary] = {}
     for compressor in (slot.compressor for bucket in buckets for slot in bucket.slots):
         spec = compressor.spec
-        sent = sum(compressor.expected_bytes(step=10**9).values())  # past any warm-up
         for parameter, numel in spec.parameters:
             line = summary.setdefault(role_of(parameter), RoleSummary(role_of(parameter)))
             line.parameters += numel * spec.ranks
-            line.compressed += 0 if type(compressor) is Dense else numel * spec.ranks
+            line.compressed += numel * spec.ranks if compressor.compresses else 0
             line.dense_bytes += (spec.ranks - 1) * numel * 4
-            line.sent_bytes += round(sent * numel / spec.numel)
+            line.sent_bytes += round(compressor.steady_bytes * numel / spec.numel)
     return list(summary.values())

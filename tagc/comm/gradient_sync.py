@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -26,10 +26,10 @@ from torch.profiler import record_function
 from tagc.comm.buckets import Bucket, Slot, build_bucket
 from tagc.comm.exchange import Exchange, peers_bytes
 from tagc.comm.fsdp2 import ParameterAllGather, Unit
-from tagc.comm.step_close import StepReport, check_finite, gather_numbers, send_returns
+from tagc.comm.step_close import StepReport, check_finite, check_residuals, gather_numbers, send_returns
 from tagc.comm.step_metrics import STATS, describe_layers, summarise_step
 from tagc.comm.stopwatch import Stopwatch
-from tagc.compressors import COMPRESSORS, Compressor, Dense, Kind, Part
+from tagc.compressors import COMPRESSORS, Compressor, Kind, Part
 from tagc.config import CompressorConfig
 from tagc.errors import UserError
 
@@ -95,7 +95,7 @@ class GradientSync:
         self._group, self._device, self._kernels = group, device, kernels
         self._ranks, self._rank = group.size(), group.rank()
         self._thread: ThreadPoolExecutor | None = None
-        self._told = _Told()
+        self._told, self._progress = _Told(), _Progress()
         self.buckets: list[Bucket] = []
         # One rank has nobody to exchange with: FSDP2 calls no reduce-scatter.
         self._units = [unit for unit in units if unit.parameters] if self._ranks > 1 else []
@@ -103,7 +103,7 @@ class GradientSync:
         self.begin_step(0)
         if not self._units:
             return
-        if settings.compressor_class.follows_layer_policy and all(type(s.compressor) is Dense for s in self._slots()):
+        if settings.compressor_class.follows_layer_policy and not any(s.compressor.compresses for s in self._slots()):
             raise UserError(
                 f"compressor.layers={settings.compressor.layers} selects no parameter of at least "
                 f"compressor.min_numel={settings.compressor.min_numel} elements; legal: all, non_attention, or name "
@@ -191,6 +191,7 @@ class GradientSync:
 
     def begin_step(self, step: int) -> None:
         """Announce the step whose gradients come next (counted from 0)."""
+        wait(self._progress.pending)  # of a backward that an error ended: the thread may still encode
         self.step = step
         self._progress = _Progress()
         every = self.settings.fidelity_every
@@ -198,6 +199,8 @@ class GradientSync:
             self._progress.fidelity = torch.zeros(4, dtype=torch.float64, device=self._device)
         for bucket in self.buckets:
             bucket.column_sums, bucket.is_reduced = None, False
+        for slot in self._slots():
+            slot.undo()  # nothing, unless an error ended the last step
 
     def tell(self, loss: Tensor, stop: bool = False) -> None:
         """Add to the message that closes the step: this rank's loss, 0-dim, and whether it was asked to stop."""
@@ -278,14 +281,18 @@ class GradientSync:
             bucket.column_sums = torch.stack([gradient_WS[:, part].sum() for _, part in bucket.parameters])
         dense_S = self._reduce_dense(gradient_WS, group) if fidelity is not None else None
         with self.stopwatch.span("encode"):
-            payloads = [slot.compressor.encode(slot.take(gradient_WS), self.step) for slot in bucket.slots]
-        for slot, parts in zip(bucket.slots, payloads, strict=True):
-            slot.sent_bytes = sum(peers_bytes(part, self._ranks) for part in parts)
+            payloads = []
+            for slot in bucket.slots:
+                slot.payload = payload = slot.compressor.encode(slot.take(gradient_WS), self.step)
+                slot.sent_bytes = sum(peers_bytes(part, self._ranks) for part in payload.parts)
+                payloads.append(payload)
         with self.stopwatch.span("exchange"):
-            received = iter(self.exchange.reduce_scatter([part for parts in payloads for part in parts], group))
+            received = iter(
+                self.exchange.reduce_scatter([part for payload in payloads for part in payload.parts], group)
+            )
         with self.stopwatch.span("decode"):
-            for slot, parts in zip(bucket.slots, payloads, strict=True):
-                slot.put(output_S, slot.compressor.decode([next(received) for _ in parts], self.step))
+            for slot, payload in zip(bucket.slots, payloads, strict=True):
+                slot.put(output_S, slot.compressor.decode([next(received) for _ in payload.parts], payload))
             if divisor != 1:
                 output_S /= divisor
         if dense_S is not None and fidelity is not None:
@@ -314,26 +321,34 @@ class GradientSync:
         }
         with self.stopwatch.span("exposed"), self.stopwatch.span("exchange"):
             numbers = gather_numbers(self.buckets, slots, extra, self.exchange, self._group)
-        check_finite(self.buckets, numbers["column_sums"], self.step)
         stats_RSF = numbers["stats"].view(self._ranks, len(slots), len(STATS))
+        try:
+            check_finite(self.buckets, numbers["column_sums"], self.step)
+            check_residuals(slots, stats_RSF[..., STATS.index("residual_squared")], self.step)
+        except UserError:  # on every rank, so that residuals are those before this step everywhere
+            for slot in self._slots():
+                slot.undo()
+            raise
         unresolved_RS = stats_RSF[..., STATS.index("unresolved")]
         send_returns(slots, unresolved_RS, self.exchange, self.stopwatch, self._group)
         progress.report = self._conclude(slots, numbers, stats_RSF)
+        for slot in self._slots():
+            slot.payload = None  # and with it the state before this step
 
     def _conclude(self, slots: Sequence[Slot], numbers: dict[str, Tensor], stats_RSF: Tensor) -> StepReport:
         """The step's report; every compressor decides how its next step travels."""
-        metrics = summarise_step(slots, stats_RSF, self.step)
+        metrics = summarise_step(slots, stats_RSF)
         report = StepReport(numbers["loss"].mean().item(), bool(numbers["stop"].any()), metrics)
         every = self.settings.layers_every
         if every and self.step % every == 0:
-            report.layers = describe_layers(slots, stats_RSF, self.step)
+            report.layers = describe_layers(slots, stats_RSF)
         if self._progress.fidelity is not None:
             dot, decoded, dense, error = numbers["fidelity"].sum(0).tolist()
             report.metrics["fidelity_cosine"] = dot / math.sqrt(decoded * dense) if decoded and dense else None
             report.metrics["fidelity_rel_error"] = math.sqrt(error / dense) if dense else None
         for slot, stats_RF in zip(slots, stats_RSF.unbind(1), strict=True):
             largest = dict(zip(STATS, stats_RF.amax(0).tolist(), strict=True))
-            message = slot.compressor.adapt(self.step, largest["densest"], largest["peers_union"])
-            if message:
+            payload = slot.payload
+            if payload and (message := slot.compressor.adapt(payload, largest["densest"], largest["peers_union"])):
                 report.messages.append(message)
         return report

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from tagc.comm.buckets import Bucket, Slot
 from tagc.comm.exchange import Exchange
-from tagc.comm.step_metrics import STATS, Metrics
+from tagc.comm.step_metrics import STATS, Metrics, holds_residual
 from tagc.comm.stopwatch import Stopwatch
+from tagc.compressors import BucketStats
 from tagc.errors import UserError
 
 
@@ -48,7 +49,8 @@ def gather_numbers(
     """
     device = next(iter(extra.values())).device
     missing = torch.full((), math.nan, dtype=torch.float64, device=device)
-    stats = [getattr(slot.compressor.stats, name) for slot in slots for name in STATS]
+    measured = [BucketStats() if slot.payload is None else slot.payload.stats for slot in slots]
+    stats = [getattr(counts, name) for counts in measured for name in STATS]
     sums = [
         missing.new_zeros(len(bucket.parameters)) if bucket.column_sums is None else bucket.column_sums
         for bucket in buckets
@@ -75,11 +77,23 @@ def check_finite(buckets: Sequence[Bucket], column_sums_RP: Tensor, step: int) -
     raise UserError(nonfinite_message(step, bad, bad_RP.any(1).nonzero().flatten().tolist()))
 
 
-def nonfinite_message(step: int, parameters: Sequence[str], ranks: Sequence[int]) -> str:
-    """What to tell a user whose gradient is NaN or Inf at ``step`` (counted from 0; the message counts from 1)."""
+def check_residuals(slots: Sequence[Slot], residual_RS: Tensor, step: int) -> None:
+    """Errors: ``UserError`` if a residual is not finite on any rank: gradient and old residual may overflow in sum.
+
+    residual_RS: squared norms of the new residuals.
+    """
+    for slot, residual_R in zip(slots, residual_RS.unbind(1), strict=True):
+        bad_R = ~residual_R.isfinite()
+        if holds_residual(slot) and bad_R.any():
+            names = [name for name, _ in slot.compressor.spec.parameters]
+            raise UserError(nonfinite_message(step, names, bad_R.nonzero().flatten().tolist(), "residual"))
+
+
+def nonfinite_message(step: int, parameters: Sequence[str], ranks: Sequence[int], what: str = "gradient") -> str:
+    """What to tell a user whose gradient or residual is NaN or Inf at ``step`` (from 0; the message counts from 1)."""
     shown = ", ".join(parameters[:5]) + (f" and {len(parameters) - 5} more" if len(parameters) > 5 else "")
     return (
-        f"step {step + 1}: the gradient of {shown} is NaN or Inf on rank {', '.join(map(str, ranks))}; "
+        f"step {step + 1}: the {what} of {shown} is NaN or Inf on rank {', '.join(map(str, ranks))}; "
         "this step updated nothing. Lower trainer.learning_rate, raise trainer.warmup_steps, set trainer.grad_clip, "
         "or look for bad data"
     )
@@ -98,8 +112,10 @@ def send_returns(
     """
     for slot, unresolved_R in zip(slots, unresolved_RS.unbind(1), strict=True):
         most = int(unresolved_R.nan_to_num().max())
-        own = slot.compressor.unresolved_positions() if most else None  # finding them waits for the device
-        if own is None:
+        payload = slot.payload
+        # Finding the positions waits for the device.
+        own = slot.compressor.unresolved_positions(payload) if most and payload is not None else None
+        if own is None or payload is None:
             continue
         ranks = group.size()
         message = own.new_full((most,), -1, dtype=torch.int32)
@@ -109,4 +125,4 @@ def send_returns(
             exchange.all_gather(gathered, message, group, "return")
         with stopwatch.span("exposed"), stopwatch.span("decode"):
             for owner, positions in enumerate(gathered.view(ranks, most).long()):
-                slot.compressor.restore(owner, positions[positions >= 0])
+                slot.compressor.restore(payload, owner, positions[positions >= 0])

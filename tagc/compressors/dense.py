@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from tagc.compressors.base import Compressor, Kind, Part
-
-
-def dense_bytes(ranks: int, numel: int, dtype: torch.dtype) -> int:
-    """Bytes one rank sends when every peer gets its shard of ``numel`` elements whole."""
-    return (ranks - 1) * numel * dtype.itemsize
+from tagc.compressors.base import BucketSpec, Compressor, Kind, Payload
+from tagc.config import CompressorConfig
 
 
 class Dense(Compressor):
-    """Every rank sends its gradient to the shard's owner as it is."""
+    """Every rank sends its gradient to the shard's owner as it is, at every step."""
 
     follows_layer_policy = False
-    wire_dtype = torch.float32
+    compresses = False
+    fixed_dtype = torch.float32
 
-    def encode(self, gradient_WN: Tensor, step: int) -> Sequence[Part]:
-        return [Part(gradient_WN.to(self.wire_dtype), "sum", "value")]
+    def __init__(self, config: CompressorConfig, spec: BucketSpec, kernels: ModuleType) -> None:
+        super().__init__(config, spec, kernels)
+        self.wire_dtype, self.dense_until = self.fixed_dtype, math.inf
 
-    def decode(self, received: Sequence[Tensor], step: int) -> Tensor:
+    def message_bytes(self) -> dict[Kind, int]:
+        return {"value": self.dense_bytes}
+
+    def encode_message(self, gradient_WN: Tensor, step: int) -> Payload:
+        return self._encode_dense(gradient_WN, step)
+
+    def decode_message(self, received: Sequence[Tensor], payload: Payload) -> Tensor:
         return received[0]
-
-    def expected_bytes(self, step: int) -> dict[Kind, int]:
-        return {"value": dense_bytes(self.spec.ranks, self.spec.numel, self.wire_dtype)}
 
 
 class DenseBf16(Dense):
     """Gradients rounded to bfloat16 on the wire, the owner's own gradient too, so that all ranks count alike."""
 
-    wire_dtype = torch.bfloat16
+    compresses = True
+    fixed_dtype = torch.bfloat16
 
 
 class Noop(Compressor):
@@ -42,13 +46,17 @@ class Noop(Compressor):
 
     follows_layer_policy = False
 
-    def encode(self, gradient_WN: Tensor, step: int) -> Sequence[Part]:
-        # Scaled to a sum over ranks, since the caller divides by their number.
-        self._own_N = gradient_WN[self.spec.rank] * self.spec.ranks
-        return []
+    def __init__(self, config: CompressorConfig, spec: BucketSpec, kernels: ModuleType) -> None:
+        super().__init__(config, spec, kernels)
+        self.dense_until = 0
 
-    def decode(self, received: Sequence[Tensor], step: int) -> Tensor:
-        return self._own_N
-
-    def expected_bytes(self, step: int) -> dict[Kind, int]:
+    def message_bytes(self) -> dict[Kind, int]:
         return {}
+
+    def encode_message(self, gradient_WN: Tensor, step: int) -> Payload:
+        # Scaled to a sum over ranks, since the caller divides by their number.
+        return Payload([], step, own_N=gradient_WN[self.spec.rank] * self.spec.ranks)
+
+    def decode_message(self, received: Sequence[Tensor], payload: Payload) -> Tensor:
+        assert payload.own_N is not None
+        return payload.own_N

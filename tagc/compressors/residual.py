@@ -1,103 +1,103 @@
-"""What ``packed``, ``int8`` and ``int4`` share: one residual per element, and steps that travel dense."""
+"""What a sender keeps of a bucket and adds to the next gradient: one part, whatever the method.
+
+Two storages: the values themselves (:class:`Residual`), and ``carry`` where ``owed`` (:class:`OwedResidual`), where a
+value that comes back unresolved needs one bit and no copy. Both are stored in float32 or bfloat16 and computed in fp32.
+
+Shape letters: W ranks, N elements of one shard, B bytes of its bitmap, K sampled positions.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from tagc.compressors.base import BucketSpec, BucketStats, Compressor, Kind, Part
-from tagc.compressors.dense import dense_bytes
-from tagc.config import CompressorConfig
+from tagc.codec.bitmap import bitmap_bytes, pack_bits, unpack_bits
 
 
-class ResidualCompressor(Compressor):
-    """A compressor whose messages have a fixed size and never add up in transit.
+class Residual:
+    """Plain values, zero at first. An encoder of :mod:`tagc.kernels` replaces ``values_WN`` in place."""
 
-    A subclass gives the message: its bytes, encode and decode. Here are the residual, the dense warm-up, and the
-    decision, once and for all, to send a bucket dense because that is smaller.
-    """
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, kernels: ModuleType) -> None:
+        self.kernels = kernels
+        self.values_WN = torch.zeros(shape, device=device, dtype=dtype)
 
-    state_tensors: tuple[str, ...] = ("residual_WN",)
+    def add(self, gradient_WN: Tensor, decay: float) -> Tensor:
+        """``gradient + decay * residual``, float32 [W, N], in the gradient's memory."""
+        return gradient_WN.add_(self.values_WN.float(), alpha=decay) if decay else gradient_WN
 
-    def __init__(self, config: CompressorConfig, spec: BucketSpec, kernels: ModuleType) -> None:
-        super().__init__(config, spec, kernels)
-        self.wire_dtype = getattr(torch, config.value_dtype)
-        residual_dtype = getattr(torch, config.residual_dtype)
-        self.residual_WN = torch.zeros(spec.ranks, spec.numel, device=spec.device, dtype=residual_dtype)
+    def sample(self, gradient_WN: Tensor, position_K: Tensor, decay: float) -> Tensor:
+        """The same at the positions given, in every shard: float32 [W, K]. Changes nothing."""
+        return self.kernels.sample_values(gradient_WN, self.values_WN, None, position_K, decay)
 
-    @abstractmethod
-    def message_bytes(self) -> dict[Kind, int]:
-        """Closed form of the bytes sent to all peers in a step that is not dense, by kind."""
+    def keep(self, values_WN: Tensor) -> None:
+        """Replace the whole residual."""
+        self.values_WN.copy_(values_WN)
 
-    @abstractmethod
-    def encode_message(self, gradient_WN: Tensor, step: int) -> Sequence[Part]:
-        """Encode a step that is not dense. gradient_WN: as for ``encode``."""
-
-    @abstractmethod
-    def decode_message(self, received: Sequence[Tensor]) -> Tensor:
-        """Decode a step that is not dense: received parts -> fp32 [N], the sum."""
-
-    # --- decision between message and dense ---------------------------------------------------------------------
-
-    def is_dense(self, step: int) -> bool:
-        """Whether ``step`` travels dense; the same on every rank."""
-        return step < self.config.warmup_steps or self._is_always_dense()
-
-    def _is_always_dense(self) -> bool:
-        return self.config.dense_fallback and sum(self.message_bytes().values()) > self._dense_bytes()
-
-    def _dense_bytes(self) -> int:
-        return dense_bytes(self.spec.ranks, self.spec.numel, self.wire_dtype)
-
-    def explain_dense(self) -> str | None:
-        if not self._is_always_dense():
-            return None
-        return (
-            f"{self.spec.name}: dense, its {self.config.name} message would be larger "
-            f"({sum(self.message_bytes().values())} against {self._dense_bytes()} bytes)"
-        )
-
-    def expected_bytes(self, step: int) -> dict[Kind, int]:
-        return {"value": self._dense_bytes()} if self.is_dense(step) else self.message_bytes()
-
-    # --- encode and decode --------------------------------------------------------------------------------------
-
-    def encode(self, gradient_WN: Tensor, step: int) -> Sequence[Part]:
-        self.stats = BucketStats()
-        return self._encode_dense(gradient_WN) if self.is_dense(step) else self.encode_message(gradient_WN, step)
-
-    def decode(self, received: Sequence[Tensor], step: int) -> Tensor:
-        return received[0] if self.is_dense(step) else self.decode_message(received)
-
-    def add_residual(self, gradient_WN: Tensor) -> Tensor:
-        """``gradient + residual_decay * residual``, in the gradient's memory."""
-        if self.config.residual_decay == 0:
-            return gradient_WN
-        return gradient_WN.add_(self.residual_WN.float(), alpha=self.config.residual_decay)
-
-    def _encode_dense(self, gradient_WN: Tensor) -> Sequence[Part]:
-        x = self.add_residual(gradient_WN)
-        wire = x.to(self.wire_dtype)
-        if self.config.error_feedback:
-            self.residual_WN.copy_(x - wire.float())  # the rounding of a bf16 wire, else zero
+    def keep_rounding(self, x_and_wire: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Keep ``x - wire``, both [W, N]; None: nothing. Returns the squared norm of what is kept, a float32 scalar."""
+        if x_and_wire is None:
+            self.values_WN.zero_()
         else:
-            self.residual_WN.zero_()
-        self.stats.residual_squared = self.residual_WN.float().square().sum()
-        return [Part(wire, "sum", "value")]
+            torch.sub(*x_and_wire, out=self.values_WN)
+        return self.values_WN.float().square().sum()
 
-    # --- state --------------------------------------------------------------------------------------------------
+    def restore(self, owner: int, positions: Tensor, sent_index_WB: Tensor) -> None:
+        """Keep what was sent for ``positions`` of ``owner``'s shard. Errors: this storage has no copy of it."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no copy of what was sent")
 
-    def residuals(self) -> dict[str, Tensor]:
-        # to(copy=True): a view would change under the caller at the next step
-        return self.spec.split_parameters(self.residual_WN.to(torch.float32, copy=True))
+    def values(self) -> Tensor:
+        """What is kept: float32 [W, N], a copy."""
+        return self.values_WN.to(torch.float32, copy=True)
 
-    def load_residuals(self, residuals: dict[str, Tensor]) -> None:
-        self.residual_WN.copy_(torch.cat([residuals[name] for name, _ in self.spec.parameters], dim=1))
+    def state(self) -> dict[str, Tensor]:
+        """The tensors behind it, by the names they have in checkpoints. Nothing is copied."""
+        return {"residual_WN": self.values_WN}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Go on from what :meth:`state` gave."""
+        self.values_WN = state["residual_WN"].to(self.values_WN.device)
 
     @property
-    def residual_bytes(self) -> int:
-        return self.residual_WN.nbytes
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return sum(tensor.nbytes for tensor in self.state().values())
+
+
+class OwedResidual(Residual):
+    """``carry``, the last step's values, where the bitmap ``owed`` says that they have not been applied yet."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, kernels: ModuleType) -> None:
+        super().__init__(shape, dtype, device, kernels)
+        self.owed_WB = torch.zeros(shape[0], bitmap_bytes(shape[1]), dtype=torch.uint8, device=device)
+
+    def add(self, gradient_WN: Tensor, decay: float) -> Tensor:
+        return self.kernels.add_residual(gradient_WN, self.values_WN, self.owed_WB, decay)
+
+    def sample(self, gradient_WN: Tensor, position_K: Tensor, decay: float) -> Tensor:
+        return self.kernels.sample_values(gradient_WN, self.values_WN, self.owed_WB, position_K, decay)
+
+    def keep(self, values_WN: Tensor) -> None:
+        super().keep(values_WN)
+        self.owed_WB.fill_(255)
+
+    def keep_rounding(self, x_and_wire: tuple[Tensor, Tensor] | None) -> Tensor:
+        self.owed_WB.fill_(255)
+        return super().keep_rounding(x_and_wire)
+
+    def restore(self, owner: int, positions: Tensor, sent_index_WB: Tensor) -> None:
+        numel = self.values_WN.shape[1]
+        sent_N, owed_N = unpack_bits(sent_index_WB[owner], numel), unpack_bits(self.owed_WB[owner], numel)
+        owed_N[positions] |= sent_N[positions]
+        self.owed_WB[owner] = pack_bits(owed_N)
+
+    def values(self) -> Tensor:
+        return torch.where(unpack_bits(self.owed_WB, self.values_WN.shape[1]), self.values_WN, 0.0).float()
+
+    def state(self) -> dict[str, Tensor]:
+        return {"carry_WN": self.values_WN, "owed_WB": self.owed_WB}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        device = self.values_WN.device
+        self.values_WN, self.owed_WB = state["carry_WN"].to(device), state["owed_WB"].to(device)

@@ -1,4 +1,4 @@
-"""The threshold of a sparsifying compressor, by the estimator that the configuration names.
+"""The threshold of a sparsifying compressor: which values to look at, and an estimate from them alone.
 
 Nothing is carried from step to step: last step's threshold, however corrected, is far off while the residual builds up
 (experiments/threshold).
@@ -7,9 +7,9 @@ Nothing is carried from step to step: last step's threshold, however corrected, 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Protocol
 from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from tagc.codec.sparsify import draw_positions
@@ -17,35 +17,26 @@ from tagc.compressors.base import BucketSpec
 from tagc.config import CompressorConfig
 
 
-class Sparsifier(Protocol):
-    """A compressor with a threshold."""
+def draw_sample(config: CompressorConfig, spec: BucketSpec, step: int) -> Tensor:
+    """Positions in every shard whose values the estimator needs: int64 [K].
 
-    config: CompressorConfig
-    spec: BucketSpec
-    kernels: ModuleType
-
-    def add_residual(self, gradient_WN: Tensor) -> Tensor:
-        """``gradient + residual_decay * residual``, in the gradient's memory."""
-
-    def sample_values(self, gradient_WN: Tensor, position_K: Tensor) -> Tensor:
-        """The same at the positions given, in every shard: float32 [W, K]. Changes nothing."""
-
-
-def choose_threshold(compressor: Sparsifier, gradient_WN: Tensor, step: int) -> tuple[Tensor, float]:
-    """Magnitude above which ``1 - sparsity`` of gradient plus residual lies, per shard: float32 [W, 1], or [1].
-
-    Returns also the factor of the residual that the encoder has yet to apply: none where the estimator needed all
-    values, so that their sum lies in the gradient's memory. Sampled positions differ by bucket and step and are the
-    same on every rank and backend. Host syncs: none.
+    ``sampled`` draws ``threshold_sample`` of them, others by bucket and step, the same on every rank and backend;
+    ``exact`` and ``lognormal`` need all; at sparsity 0 the threshold is zero, so one is enough. Host syncs: none.
     """
-    config, spec, kernels = compressor.config, compressor.spec, compressor.kernels
-    density = 1 - config.sparsity
     if config.sparsity == 0:
-        return gradient_WN.new_zeros(1), config.residual_decay
+        return torch.zeros(1, dtype=torch.int64, device=spec.device)
     if config.threshold == "sampled":
         shift = crc32(f"{spec.own_seed}/{step}".encode())
-        position_K = draw_positions(spec.numel, config.threshold_sample, shift, spec.device)
-        sample_WK = compressor.sample_values(gradient_WN, position_K)
-        return kernels.threshold_exact(sample_WK, density), config.residual_decay
-    estimate = {"exact": kernels.threshold_exact, "lognormal": kernels.threshold_lognormal}[config.threshold]
-    return estimate(compressor.add_residual(gradient_WN), density), 0.0
+        return draw_positions(spec.numel, config.threshold_sample, shift, spec.device)
+    return torch.arange(spec.numel, device=spec.device)
+
+
+def estimate_threshold(sample_WK: Tensor, config: CompressorConfig, kernels: ModuleType) -> Tensor:
+    """Magnitude above which ``1 - sparsity`` of the sample lies, per shard: float32 [W, 1]. Changes nothing.
+
+    sample_WK: float32, gradient plus residual at the positions of :func:`draw_sample`. Host syncs: none.
+    """
+    if config.sparsity == 0:
+        return sample_WK.new_zeros(1)
+    estimate = kernels.threshold_lognormal if config.threshold == "lognormal" else kernels.threshold_exact
+    return estimate(sample_WK, 1 - config.sparsity)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tagc.comm.buckets import build_bucket
-from tagc.compressors import COMPRESSORS, Dense
+from tagc.compressors import COMPRESSORS
 from tagc.config import Config
 from tagc.kernels import resolve_backend
 
@@ -40,15 +40,14 @@ def plan_traffic(
     for unit, members in parameters.items():
         method = COMPRESSORS[config.compressor.name]
         bucket = build_bucket(config.compressor, method, config.seed, unit, members, ranks, 0, meta, kernels)
-        chosen = [slot for slot in bucket.slots if type(slot.compressor) is not Dense]
+        chosen = [slot for slot in bucket.slots if slot.compressor.compresses]
         dense_numel = sum(slot.numel for slot in chosen if slot.compressor.explain_dense() is not None)
         shard_numel = sum(slot.numel for slot in bucket.slots)
-        late = 10**9  # a step past any warm-up
         plan.append(
             UnitTraffic(
                 unit,
                 (ranks - 1) * shard_numel * wire_dtype.itemsize,
-                sum(sum(slot.compressor.expected_bytes(late).values()) for slot in bucket.slots),
+                sum(slot.compressor.steady_bytes for slot in bucket.slots),
                 ranks * shard_numel,
                 dense_numel / sum(slot.numel for slot in chosen) if chosen else 0.0,
             )

@@ -95,7 +95,7 @@ def _spread_residuals(trainer: Trainer, reader: dcp.FileSystemReader, old_ranks:
     kind; with the whole debt on one rank, that rank would send little but old values. Thresholds, sketch sizes and
     decisions between compressed and dense depend on the ranks and start anew.
     """
-    if trainer.ranks == 1 and COMPRESSORS[trainer.config.compressor.name].state_tensors:
+    if trainer.ranks == 1 and COMPRESSORS[trainer.config.compressor.name].residual_type is not None:
         logger.warning("one rank has no compressor: the residuals in the checkpoint are dropped")
     for unit, bucket in zip(trainer.sync.units, trainer.sync.buckets, strict=True):
         for slot in bucket.slots if old_ranks > 1 else ():

@@ -241,15 +241,15 @@ def overload(rank):
     run = TinyRun(tiny_config("tagc", sparsity=0.2, ratio=3.0, dense_fallback=False, layers="lm_head.*"))
     (compressor,) = [slot.compressor for slot in run.sync.buckets[-1].slots if slot.compressor.follows_layer_policy]
     encode, decode = compressor.encode, compressor.decode
-    produced_WN, applied_N, peeled = torch.zeros_like(compressor.carry_WN), 0.0, []
+    produced_WN, applied_N, peeled = torch.zeros_like(compressor.residual.values_WN), 0.0, []
 
     def spy_encode(gradient_WN, step):
         produced_WN.add_(gradient_WN)
         return encode(gradient_WN, step)
 
-    def spy_decode(received, step):
+    def spy_decode(received, payload):
         nonlocal applied_N
-        total_N = decode(received, step)
+        total_N = decode(received, payload)
         applied_N = applied_N + total_N
         return total_N
 

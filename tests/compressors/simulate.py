@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tagc.codec.bitmap import or_bitmaps
-from tagc.compressors import COMPRESSORS, BucketSpec, Compressor
+from tagc.compressors import COMPRESSORS, BucketSpec, Compressor, Payload
 from tagc.config import CompressorConfig
 from tagc.kernels import resolve_backend
 
@@ -38,21 +38,29 @@ def run_step(compressors: list[Compressor], gradients: Tensor, step: int) -> tup
     """One step on all ranks. Returns the owners' sums [W, N] and the bytes rank 0 sent."""
     ranks = len(compressors)
     payloads = [c.encode(gradients[rank].clone(), step) for rank, c in enumerate(compressors)]
-    sent_bytes = sum(part.tensor.nbytes // ranks * (ranks - 1) for part in payloads[0])
+    sent = [payload.parts for payload in payloads]
+    sent_bytes = sum(part.tensor.nbytes // ranks * (ranks - 1) for part in sent[0])
     reduce_rows = {"or": or_bitmaps, "sum": lambda rows: rows.float().sum(dim=0), "stack": lambda rows: rows}
     sums = []
     for owner, compressor in enumerate(compressors):
         received = []
-        for parts in zip(*payloads, strict=True):
+        for parts in zip(*sent, strict=True):
             rows = torch.stack([part.tensor[owner] for part in parts])
             received.append(reduce_rows[parts[0].reduce](rows))
-        sums.append(compressor.decode(received, step))
+        sums.append(compressor.decode(received, payloads[owner]))
     for owner, compressor in enumerate(compressors):
-        positions = compressor.unresolved_positions()
+        positions = compressor.unresolved_positions(payloads[owner])
         if positions is not None and positions.numel():
-            for other in compressors:
-                other.restore(owner, positions)
+            for other, payload in zip(compressors, payloads, strict=True):
+                other.restore(payload, owner, positions)
+    for compressor, payload in zip(compressors, payloads, strict=True):
+        compressor.payload = payload  # type: ignore[attr-defined]  # of the last step, for tests to look at
     return torch.stack(sums), sent_bytes
+
+
+def adapt(compressor: Compressor, step: int, **measured: float) -> str | None:
+    """What the compressor concludes from a step whose exchange is left out."""
+    return compressor.adapt(Payload([], step, went_dense=compressor.is_dense(step)), **measured)
 
 
 def total_residual(compressors: list[Compressor]) -> Tensor:

@@ -100,13 +100,13 @@ def test_what_is_not_finite_shows(value, threshold):
     gradients[0, 1, 100] = value
     sums, _ = run_step(compressors, gradients, 0)
     assert not (sums + total_residual(compressors))[1, 100].isfinite()
-    assert not compressors[0].stats.residual_squared.isfinite()
+    assert not compressors[0].payload.stats.residual_squared.isfinite()
 
 
 def test_each_rank_sends_its_largest_and_nothing_to_itself():
     compressors = make_compressors("packed", 3, 5003, threshold="exact")
     gradients = integer_gradients(3, 5003)
-    index, values = compressors[1].encode(gradients[1].clone(), 0)
+    index, values = compressors[1].encode(gradients[1].clone(), 0).parts
     assert not index.tensor[1].any() and not values.tensor[1].any()
     for peer in (0, 2):
         sent = values.tensor[peer][values.tensor[peer] != 0]
@@ -119,7 +119,7 @@ def test_stats_count_what_was_sent_and_the_union():
     gradients = integer_gradients(2, 5003)
     sums, _ = run_step(compressors, gradients, 0)
     for rank, compressor in enumerate(compressors):
-        stats = compressor.stats
+        stats = compressor.payload.stats
         assert abs(stats.kept.item() / (2 * 5003) - 0.2) < 0.01
         # A union position can only look empty where two values cancel.
         assert 0 <= stats.union.item() - (sums[rank] != 0).sum().item() < 20

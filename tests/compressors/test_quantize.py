@@ -71,14 +71,14 @@ def test_what_is_not_finite_shows_and_spoils_only_its_block(name, value):
     whole = (sums + total_residual(compressors))[1]
     assert (~whole.isfinite()).nonzero().flatten().tolist() == [300, 700]
     torch.testing.assert_close(whole.nan_to_num(0, 0, 0), gradients.sum(0)[1].nan_to_num(0, 0, 0))
-    assert not compressors[0].stats.residual_squared.isfinite()
+    assert not compressors[0].payload.stats.residual_squared.isfinite()
     # Without feedback too, the sum that is applied must not look whole where the own value is bad.
     assert not sums[1, 700].isfinite()
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_nothing_travels_to_oneself(name):
-    codes, scales = make_compressors(name, 3, 5003)[1].encode(integer_gradients(3, 5003)[1], 0)
+    codes, scales = make_compressors(name, 3, 5003)[1].encode(integer_gradients(3, 5003)[1], 0).parts
     for part in (codes, scales):
         assert part.tensor[[0, 2]].any(dim=1).all()
         assert not part.tensor[1].any()

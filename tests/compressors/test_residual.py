@@ -46,7 +46,38 @@ def test_memory_is_reported_and_copies_go_by_name(name, dtype):
     assert not any(part.any() for part in compressor.residuals().values())
 
 
-def test_a_dense_method_keeps_nothing():
-    compressor = make_compressors("fsdp", 3, 5003)[0]
+@pytest.mark.parametrize("name", ["fsdp", "bf16", "noop"])
+def test_a_method_without_a_residual_keeps_and_copies_nothing(name):
+    compressor = make_compressors(name, 3, 5003)[0]
+    payload = compressor.encode(torch.ones(3, 5003), 0)
+    assert payload.state_before == {}
+    compressor.undo(payload)
+    assert compressor.state_dict() == {}
     assert compressor.residual_bytes == 0
     assert compressor.residuals() == {}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("residual_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("went_dense", [False, True])
+def test_undo_takes_a_step_back_bit_by_bit(name, residual_dtype, went_dense):
+    """Also of a step with NaN, and with all that the method keeps beside the residual."""
+    settings = {"residual_dtype": residual_dtype, "value_dtype": "bfloat16", "capacity_slack": 1.0}
+    compressor, other = make_compressors(name, 2, 5003, **settings)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(2):
+        run_step([compressor, other], torch.randn(2, 2, 5003, generator=generator), step)
+    before = {key: tensor.clone() for key, tensor in compressor.state_dict().items()}
+    assert any(residual.any() for residual in compressor.residuals().values())
+    if went_dense:
+        compressor.dense_until = 3
+    gradient_WN = torch.randn(2, 5003, generator=generator)
+    gradient_WN[:, ::7] = torch.nan
+    payload = compressor.encode(gradient_WN, 2)
+    assert payload.went_dense == went_dense
+    assert any(residual.isnan().any() for residual in compressor.residuals().values())
+    compressor.undo(payload)
+    compressor.dense_until = 0
+    after = compressor.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)

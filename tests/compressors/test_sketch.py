@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tagc.codec.hashing import plan_layout
-from tests.compressors.simulate import integer_gradients, make_compressors, run_step, total_residual
+from tests.compressors.simulate import adapt, integer_gradients, make_compressors, run_step, total_residual
 
 
 @settings(max_examples=40, deadline=None)
@@ -86,8 +86,8 @@ def test_without_error_feedback_the_rest_is_dropped_but_returns_are_not():
 
 def test_the_owner_s_values_never_travel():
     compressors = make_compressors("tagc", 3, 5003)
-    parts = compressors[1].encode(integer_gradients(3, 5003)[1], 0)
-    for part in parts:
+    payload = compressors[1].encode(integer_gradients(3, 5003)[1], 0)
+    for part in payload.parts:
         assert not part.tensor[1].any()
         assert part.tensor[0].any()
         assert part.tensor[2].any()
@@ -97,8 +97,8 @@ def test_estimates_apply_something_for_every_position():
     compressors = make_compressors("lhc", 2, 5003, sparsity=0.0, ratio=3.0, estimate_unresolved=True)
     gradients = integer_gradients(2, 5003)
     sums, _ = run_step(compressors, gradients, 0)
-    assert compressors[0].stats.unresolved.item() > 1000
-    assert compressors[0].unresolved_positions() is None
+    assert compressors[0].payload.stats.unresolved.item() > 1000
+    assert compressors[0].unresolved_positions(compressors[0].payload) is None
     assert not total_residual(compressors).any()
     assert (sums != 0).float().mean() > 0.99
 
@@ -155,6 +155,16 @@ class TestFallback:
         assert compressor.is_dense(10**9)
         assert "compressor.ratio" in compressor.explain_dense()
 
+    @pytest.mark.parametrize("name", ["lhc", "tagc", "tagc2"])
+    @pytest.mark.parametrize("adaptive_ratio", [False, True])
+    def test_at_sparsity_0_the_size_is_the_reason(self, name, adaptive_ratio):
+        settings = {"ratio": 1.0, "dense_fallback": True, "adaptive_ratio": adaptive_ratio}
+        compressor = make_compressors(name, 2, 5003, sparsity=0.0, **settings)[0]
+        cells = 3 * math.ceil(5003 / 3)
+        reason = compressor.explain_dense()
+        assert f"message would be larger ({4 * cells + math.ceil(5003 / 8)} against {4 * 5003} bytes)" in reason
+        assert "max_load" not in reason
+
     def test_hopeless_union_is_never_sketched(self):
         compressor = make_compressors("tagc", 8, 5003, sparsity=0.8, ratio=2.0, dense_fallback=True)[0]
         assert compressor.is_dense(10**9)
@@ -168,39 +178,39 @@ class TestFallback:
     def test_measured_overload_goes_dense_and_retries(self):
         compressor = make_compressors("tagc", 2, 5003, dense_fallback=True, retry_steps=3)[0]
         cells = compressor.layout.sketch_numel
-        assert compressor.adapt(0, densest=1000, peers_union=0.7 * cells) is None
+        assert adapt(compressor, 0, densest=1000, peers_union=0.7 * cells) is None
         assert not compressor.is_dense(1)
-        message = compressor.adapt(1, densest=1000, peers_union=0.8 * cells)
+        message = adapt(compressor, 1, densest=1000, peers_union=0.8 * cells)
         assert "0.80" in message
         assert "compressor.max_load" in message
         assert [compressor.is_dense(step) for step in (2, 3, 4, 5)] == [True, True, True, False]
         for step in (2, 3, 4):
-            assert compressor.adapt(step, densest=5003, peers_union=math.nan) is None
+            assert adapt(compressor, step, densest=5003, peers_union=math.nan) is None
         assert not compressor.is_dense(5)
 
     def test_lhc_looks_before_it_sketches(self):
         sparse, dense = (make_compressors("lhc", 2, 5003, sparsity=0.0, dense_fallback=True)[0] for _ in range(2))
         for compressor in (sparse, dense):
             assert compressor.is_dense(0)
-        assert sparse.adapt(0, densest=1000, peers_union=math.nan) is None
+        assert adapt(sparse, 0, densest=1000, peers_union=math.nan) is None
         assert not sparse.is_dense(1)
-        assert dense.adapt(0, densest=4000, peers_union=math.nan) is not None
+        assert adapt(dense, 0, densest=4000, peers_union=math.nan) is not None
         assert dense.is_dense(1)
-        assert dense.adapt(50, densest=4000, peers_union=math.nan) is None, "a failed retry is not news"
+        assert adapt(dense, 50, densest=4000, peers_union=math.nan) is None, "a failed retry is not news"
         assert dense.is_dense(51)
 
     def test_lhc_looks_on_the_last_warm_up_step(self):
         compressor = make_compressors("lhc", 2, 5003, sparsity=0.0, dense_fallback=True, warmup_steps=3)[0]
         for step in (0, 1):
-            assert compressor.adapt(step, densest=4000, peers_union=math.nan) is None
-        assert compressor.adapt(2, densest=4000, peers_union=math.nan) is not None
+            assert adapt(compressor, step, densest=4000, peers_union=math.nan) is None
+        assert adapt(compressor, 2, densest=4000, peers_union=math.nan) is not None
         assert compressor.is_dense(3)
 
     def test_warm_up_is_dense_and_not_an_overload(self):
         compressor = make_compressors("tagc", 2, 5003, dense_fallback=True, warmup_steps=2)[0]
         for step in (0, 1):
             assert compressor.is_dense(step)
-            assert compressor.adapt(step, densest=5003, peers_union=math.nan) is None
+            assert adapt(compressor, step, densest=5003, peers_union=math.nan) is None
         assert not compressor.is_dense(2)
 
 
@@ -220,7 +230,7 @@ class TestAdaptiveRatio:
             assert nbytes == sum(compressors[0].expected_bytes(step).values())
             applied, produced = applied + sums, produced + gradients.sum(dim=0)
             assert torch.equal(applied + total_residual(compressors), produced)
-            load = max(c.stats.peers_union.item() for c in compressors) / compressors[0].layout.sketch_numel
+            load = max(c.payload.stats.peers_union.item() for c in compressors) / compressors[0].layout.sketch_numel
             assert load <= 0.65
             assert load > 0.5, "room to spare costs bytes"
             self.adapt_all(compressors, step)
@@ -235,7 +245,7 @@ class TestAdaptiveRatio:
             self.adapt_all(compressors, step)
             sizes.append(compressors[0].layout.sketch_numel)
         assert sizes[-1] < 0.6 * make_compressors("tagc2", 4, 20_011, adaptive_ratio=True)[0].layout.sketch_numel
-        assert compressors[0].stats.unresolved.item() == 0
+        assert compressors[0].payload.stats.unresolved.item() == 0
 
     def test_an_overload_grows_the_sketch_at_once_and_returns(self):
         compressors = make_compressors("tagc2", 3, 20_011, adaptive_ratio=True, max_load=0.65, sparsity=0.95)
@@ -243,11 +253,11 @@ class TestAdaptiveRatio:
             compressor.layout = plan_layout(20_011, 16.0)
         gradients = integer_gradients(3, 20_011)
         sums, _ = run_step(compressors, gradients, 0)
-        assert compressors[0].stats.unresolved.item() > 0
+        assert compressors[0].payload.stats.unresolved.item() > 0
         assert torch.equal(sums + total_residual(compressors), gradients.sum(dim=0))
         self.adapt_all(compressors, 0)
         run_step(compressors, gradients, 1)
-        assert compressors[0].stats.unresolved.item() == 0
+        assert compressors[0].payload.stats.unresolved.item() == 0
 
     def test_a_union_that_needs_more_than_dense_goes_dense(self):
         compressor = make_compressors(
@@ -258,7 +268,7 @@ class TestAdaptiveRatio:
 
     @staticmethod
     def adapt_all(compressors, step):
-        densest = max(c.stats.densest.item() for c in compressors)
-        peers_union = max(c.stats.peers_union.item() for c in compressors)
-        messages = {c.adapt(step, densest, peers_union) for c in compressors}
+        densest = max(c.payload.stats.densest.item() for c in compressors)
+        peers_union = max(c.payload.stats.peers_union.item() for c in compressors)
+        messages = {adapt(c, step, densest=densest, peers_union=peers_union) for c in compressors}
         assert messages == {None}
