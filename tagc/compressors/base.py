@@ -112,12 +112,15 @@ class Compressor(ABC):
 
     def __init__(self, config: CompressorConfig, spec: BucketSpec, kernels: ModuleType) -> None:
         self.config, self.spec, self.kernels = config, spec, kernels
-        self.wire_dtype: torch.dtype = getattr(torch, config.value_dtype)
+        by_policy = self.follows_layer_policy  # a dense method reads no key
+        self.wire_dtype: torch.dtype = getattr(torch, config.value_dtype) if by_policy else torch.float32
         self.residual: Residual | None = None
         if self.residual_type is not None:
             dtype = getattr(torch, config.residual_dtype)
             self.residual = self.residual_type((spec.ranks, spec.numel), dtype, spec.device, kernels)
-        self.dense_until: float = config.warmup_steps  # steps before this one travel dense; math.inf: all
+        self.dense_until: float = (
+            config.warmup_steps if by_policy else math.inf
+        )  # steps before this one travel dense; math.inf: all
 
     # --- the method's message -----------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -22,7 +21,7 @@ class Dense(Compressor):
 
     def __init__(self, config: CompressorConfig, spec: BucketSpec, kernels: ModuleType) -> None:
         super().__init__(config, spec, kernels)
-        self.wire_dtype, self.dense_until = self.fixed_dtype, math.inf
+        self.wire_dtype = self.fixed_dtype
 
     def message_bytes(self) -> dict[Kind, int]:
         return {"value": self.dense_bytes}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tagc.comm.policy import is_compressed
-from tagc.compressors import COMPRESSORS, BucketSpec, Compressor
+from tagc.compressors import COMPRESSORS, BucketSpec
 from tagc.config import CompressorConfig, keys_used_by
 from tagc.kernels import resolve_backend
 from tests.compressors.simulate import integer_gradients, run_step
@@ -55,16 +55,16 @@ def read_keys(name: str, changes: dict[str, Any]) -> set[str]:
     return config.__dict__.get("read", set()) - {"name"}
 
 
-def _adapt(compressors: list[Compressor], step: int) -> None:
+def _adapt(compressors: list[Any], step: int) -> None:
     """As the trainer does with the largest numbers of all ranks."""
 
     def largest(counts: list[torch.Tensor | None]) -> float:
         return max((math.nan if count is None else float(count) for count in counts), default=math.nan)
 
-    densest = largest([compressor.stats.densest for compressor in compressors])
-    union = largest([compressor.stats.peers_union for compressor in compressors])
+    densest = largest([compressor.payload.stats.densest for compressor in compressors])
+    union = largest([compressor.payload.stats.peers_union for compressor in compressors])
     for compressor in compressors:
-        compressor.adapt(step, densest, union)
+        compressor.adapt(compressor.payload, densest, union)
         compressor.expected_bytes(step + 1)
         compressor.explain_dense()
 
