@@ -6,20 +6,23 @@ itself needs no file. At the end of a step all ranks hear of it, so they stop at
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM and people send; SLURM's early warning (--signal=USR1@90)
 RESTART_VARIABLE = "TAGC_RESTART"  # what a restarted rank shall say about it
 STOP_FILE_VARIABLE = "TAGC_STOP_FILE"
+ENDED_FILE_VARIABLE = (
+    "TAGC_ENDED_FILE"  # what a rank writes when it is sent SIGTERM, so that it is not taken for the cause
+)
 _LONE_SIGTERM_S = 3.0  # a rank whose launcher goes on was sent SIGTERM because another one failed
 
 
-@contextmanager
+@contextlib.contextmanager
 def block_signals(*signals: signal.Signals) -> Iterator[None]:
     """Hold signals back from this thread, and for good from the processes that it starts meanwhile: they inherit it."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -34,7 +37,7 @@ def stop_file(report_dir: str) -> str:
     return str(Path(report_dir, "stop"))
 
 
-@contextmanager
+@contextlib.contextmanager
 def listen_in_rank() -> Iterator[Callable[[], bool]]:
     """In a rank's main thread: yields the question whether this rank was asked to stop."""
     name = os.environ.get(STOP_FILE_VARIABLE)
@@ -53,6 +56,9 @@ def listen_in_rank() -> Iterator[Callable[[], bool]]:
         # Python, and that may be stuck in a collective whose other end is gone.
         with open(read_end, "rb", buffering=0) as signals:
             while number := signals.read(1):
+                if number[0] == signal.SIGTERM and (ended := os.environ.get(ENDED_FILE_VARIABLE)):
+                    with contextlib.suppress(OSError):
+                        Path(ended).touch()
                 is_alone = number[0] == signal.SIGTERM and not answered.wait(_LONE_SIGTERM_S)
                 if is_alone and (file is None or not file.exists()):
                     os._exit(128 + signal.SIGTERM)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tagc.config import Config
 from tagc.errors import UserError
-from tagc.host.signals import RESTART_VARIABLE, stop_file
-from tagc.launch.failures import describe_failure, find_user_message, is_out_of_memory
+from tagc.host.signals import ENDED_FILE_VARIABLE, RESTART_VARIABLE, stop_file
+from tagc.launch.failures import describe_failure, ended_file, find_user_message, is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,11 @@ def find_user_error(report_dir: str) -> UserError | None:
 
 
 def begin_attempt(report_dir: str, config: Config) -> Attempt:
-    """Called first in every rank. Sets what the rank says about a restart (TAGC_RESTART)."""
+    """Called first in every rank. Sets what the rank says about a restart, and the file by which it says that it was ended."""
     number, allowed = (int(os.environ[f"TORCHELASTIC_{name}"]) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     own_dir = _attempt_dir(report_dir, number)
     os.makedirs(own_dir, exist_ok=True)
+    os.environ[ENDED_FILE_VARIABLE] = ended_file(own_dir, int(os.environ["RANK"]))
     before = [_attempt_dir(report_dir, i) for i in range(number)]
     config = _save_memory(config, sum(map(is_out_of_memory, before)))
     if before:

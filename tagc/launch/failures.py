@@ -122,6 +122,11 @@ def find_user_message(report_dir: str) -> str | None:
     return next((r["message"] for r in _read_records(report_dir).values() if r["kind"] == "user"), None)
 
 
+def ended_file(report_dir: str, rank: int) -> str:
+    """Written by a rank that was sent SIGTERM: it did not end by itself."""
+    return str(Path(report_dir, f"rank_{rank}.ended"))
+
+
 def is_out_of_memory(report_dir: str) -> bool:
     """Whether a rank ran out of an accelerator's memory."""
     return any(record["out_of_memory"] for record in _read_records(report_dir).values())
@@ -133,6 +138,7 @@ def describe_failure(report_dir: str, ranks: int) -> str:
     first = next((r for r, record in records.items() if record["kind"] != "lost_peer"), None)
     silent = [rank for rank in range(ranks) if rank not in records]
     if first is None and silent:
+        silent = [rank for rank in silent if not Path(ended_file(report_dir, rank)).exists()] or silent
         return f"rank {', '.join(map(str, silent))} was killed, crashed or hung"
     first = first if first is not None else next(iter(records))
     return f"rank {first} failed: {records[first]['title']}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tagc.host.signals import STOP_FILE_VARIABLE, stop_file
+from tagc.host.signals import ENDED_FILE_VARIABLE, STOP_FILE_VARIABLE, stop_file
 
 STUCK = """
 import ctypes
@@ -30,7 +30,8 @@ def test_a_rank_stuck_in_a_collective_ends_on_sigterm_unless_all_stop(tmp_path: 
     """Torch elastic sends SIGTERM to the others when a rank has failed; it would wait 30 s for one that stays."""
     if all_stop:
         Path(stop_file(str(tmp_path))).touch()
-    environment = {STOP_FILE_VARIABLE: stop_file(str(tmp_path))}
+    ended = tmp_path / "ended"
+    environment = {STOP_FILE_VARIABLE: stop_file(str(tmp_path)), ENDED_FILE_VARIABLE: str(ended)}
     command = [sys.executable, "-c", STUCK]
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], env=environment, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == b"ready\n"
@@ -40,5 +41,7 @@ def test_a_rank_stuck_in_a_collective_ends_on_sigterm_unless_all_stop(tmp_path: 
             assert rank.wait(timeout=1 if all_stop else 20) == 128 + signal.SIGTERM and not all_stop
         except subprocess.TimeoutExpired:
             assert all_stop
+        else:
+            assert ended.exists()
         finally:
             rank.kill()

@@ -9,7 +9,7 @@ import pytest
 
 from tagc.errors import UserError
 from tagc.launch import failures
-from tagc.launch.failures import RankFailure, find_root_cause, record_exception
+from tagc.launch.failures import RankFailure, describe_failure, ended_file, find_root_cause, record_exception
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,15 @@ def test_a_rank_that_fell_silent_is_named(tmp_path: Path) -> None:
     message = str(find_root_cause(str(tmp_path), rank=2, exit_code=1, ranks=3))
     assert "rank 0, 1 did not answer" in message
     assert "cluster.timeout_s" in message
+
+
+def test_a_rank_that_was_ended_in_silence_is_not_the_cause(tmp_path: Path) -> None:
+    """Under load torch elastic sends SIGTERM before the others have noticed that their neighbour is gone."""
+    assert describe_failure(str(tmp_path), 2) == "rank 0, 1 was killed, crashed or hung"
+    Path(ended_file(str(tmp_path), 0)).touch()
+    assert describe_failure(str(tmp_path), 2) == "rank 1 was killed, crashed or hung"
+    Path(ended_file(str(tmp_path), 1)).touch()
+    assert describe_failure(str(tmp_path), 2) == "rank 0, 1 was killed, crashed or hung"
 
 
 def test_a_torn_record_is_left_out(tmp_path: Path) -> None:
