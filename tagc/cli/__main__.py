@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from tagc.cli import entry
 from tagc.cli.sweeper import register_sweeper
 from tagc.host.preflight import drop_thread_binding
+from tagc.host.utf8 import ensure_utf8
 
 
 @hydra.main(version_base="1.3", config_path=str(entry.CONF_DIR), config_name="config")
@@ -21,6 +22,7 @@ def main(composed: DictConfig) -> None:
 
 def start() -> int:
     """Compose the configuration, validate it, run it; returns the exit code."""
+    ensure_utf8()
     if message := drop_thread_binding(os.environ):
         sys.stderr.write(message + "\n")
     entry.register_schema()

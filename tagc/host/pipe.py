@@ -11,6 +11,8 @@ import select
 import sys
 from collections.abc import Iterator
 
+from tagc.host.utf8 import ensure_utf8
+
 CLOSED_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
 
 
@@ -38,8 +40,9 @@ def closed_pipe_ends_quietly() -> Iterator[None]:
     """Run a command's ``main``; if the reader of stdout has closed its pipe, success becomes exit code 141.
 
     Nothing is said about it, neither here nor by the interpreter at its exit. Other exit codes and errors, also those
-    of other pipes, stay what they are.
+    of other pipes, stay what they are. Every command but run.py passes here, so it also gets UTF-8 here.
     """
+    ensure_utf8()
     try:
         yield
     except BrokenPipeError:

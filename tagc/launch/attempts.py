@@ -42,7 +42,7 @@ def find_user_error(report_dir: str) -> UserError | None:
 
 
 def begin_attempt(report_dir: str, config: Config) -> Attempt:
-    """Called first in every rank. Sets what the rank says about a restart, and the file by which it says that it was ended."""
+    """Called first in every rank. Sets what it says about a restart, and the file that it writes when it is ended."""
     number, allowed = (int(os.environ[f"TORCHELASTIC_{name}"]) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     own_dir = _attempt_dir(report_dir, number)
     os.makedirs(own_dir, exist_ok=True)
