@@ -26,7 +26,7 @@ from typing import Any
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "tests.comm.harness"]
 
 
-def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 300) -> list[Any]:
     """Call ``fn(rank, *args)`` on ``ranks`` processes that share a gloo process group.
 
     Args: ``fn`` is a module-level function; it, ``args`` and the results are pickled. torch runs one thread per rank.

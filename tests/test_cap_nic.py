@@ -23,7 +23,7 @@ tc qdisc add dev v0 root handle 5: tbf rate 1mbit burst 5000 limit 10000
 
 
 def call(*command: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=30)
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
 
 
 def test_a_dry_run_caps_both_directions_and_takes_both_caps_away() -> None:

@@ -42,7 +42,7 @@ def text_folder(tmp_path_factory):
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "run.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
 
 
 def load(folder: Path) -> tuple[list[dict], dict]:

@@ -108,7 +108,7 @@ def test_a_figure_does_not_follow_the_users_matplotlibrc(tmp_path):
         (out / "matplotlibrc").write_text(settings)
         environment = os.environ | {"MATPLOTLIBRC": str(out / "matplotlibrc")}
         command = [sys.executable, "-c", script, str(out)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         saved[name] = {path.suffix: path.read_bytes() for path in out.glob("saving_*")}
     assert set(saved["plain"]) == {".png", ".pdf", ".svg"}

@@ -57,7 +57,7 @@ def report(folders, tmp_path_factory) -> Path:
 
 def test_the_command_gives_the_same_bytes_in_another_process(folders, report, tmp_path):
     command = [sys.executable, "-m", "analysis.report", *map(str, folders), "-o", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     files = sorted(path.relative_to(report) for path in report.rglob("*.*"))
     assert files == sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*"))
@@ -88,7 +88,7 @@ def test_a_browser_shows_every_figure_without_errors_or_overflow(report, tmp_pat
     page.write_text((report / "index.html").read_text().replace("</body>", PROBE))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=800,1000", "--enable-logging=stderr"]
     command = [BROWSER, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     match = re.search(r"<pre>(.*)</pre>", done.stdout)
     assert match, done.stderr[-2000:]
     found = json.loads(html.unescape(match[1]))
@@ -140,7 +140,7 @@ def test_one_damaged_run_is_left_out_and_told_on_the_page_and_by_the_exit_code(t
         write_run(tmp_path / "runs" / name, "fsdp")
     (tmp_path / "runs" / "broken" / "manifest.json").write_text("{torn")
     command = [sys.executable, "-m", "analysis.report", str(tmp_path / "runs"), "-o", str(tmp_path / "page")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "error: broken is left out" in done.stderr and "Traceback" not in done.stderr
     rows = (tmp_path / "page" / "tables" / "notices.csv").read_text()
     assert re.search(r"broken,.*DAMAGED, in nothing below: .*manifest\.json", rows)

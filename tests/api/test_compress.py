@@ -202,7 +202,7 @@ def test_a_group_that_is_not_the_world() -> None:
 def test_examples_run_under_torchrun(file: str) -> None:
     path = Path(__file__).parents[2] / "examples" / file
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in done.stdout.splitlines() if "loss" in line]
     assert losses[-1] < 0.5 * losses[0]

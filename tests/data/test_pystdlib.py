@@ -119,9 +119,9 @@ def test_two_processes_at_once(tmp_path):
     workers = [context.Process(target=_prepare_in_process, args=(tmp_path, barrier, queue)) for _ in range(2)]
     for worker in workers:
         worker.start()
-    results = [queue.get(timeout=60) for _ in workers]
+    results = [queue.get(timeout=300) for _ in workers]
     for worker in workers:
-        worker.join(timeout=60)
+        worker.join(timeout=300)
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert results[0] == results[1] == prepare_small(tmp_path)
 

@@ -73,9 +73,9 @@ def test_remedy_names_the_configured_path(tmp_path):
 def test_command_as_a_user_runs_it(shakespeare, tmp_path):
     command = [sys.executable, "-W", "error", "-m", "tagc.data.prepare", "shakespeare_char"]
     command += ["--path", str(tmp_path / "out"), "--source", str(shakespeare)]
-    first = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    first = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr
-    second = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert second.returncode == 1
     assert "already holds token files" in second.stderr and "Traceback" not in second.stderr
 

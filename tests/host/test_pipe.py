@@ -37,7 +37,7 @@ def run_into_closed_pipe(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
     try:
         return subprocess.run(
-            command, cwd=ROOT, env=environ, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120
+            command, cwd=ROOT, env=environ, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300
         )
     finally:
         os.close(writer)

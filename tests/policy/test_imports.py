@@ -66,7 +66,7 @@ def test_analysis_reads_what_was_recorded_and_imports_nothing_that_runs(path: Pa
 def test_analysis_loads_no_command_line_even_through_others(path: Path) -> None:
     """Figures follow from rows: what composes today's conf/, or starts runs, is not there to be asked."""
     script = f"import sys, {module_name(path)}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
     assert f"{module_name(path)}" in loaded

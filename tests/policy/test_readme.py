@@ -127,7 +127,7 @@ def test_run_commands_on_built_in_data_run(command: list[str], tmp_path: Path) -
     changes = [*TINY.split(), "bandwidth=unlimited", "logging.wandb=disabled", f"hydra.run.dir={tmp_path}"]
     kept = [word for word in command[2:] if word.split("=")[0] not in {change.split("=")[0] for change in changes}]
     done = subprocess.run(
-        [sys.executable, "run.py", *kept, *changes], cwd=ROOT, capture_output=True, text=True, timeout=180
+        [sys.executable, "run.py", *kept, *changes], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "summary.json").exists()

@@ -43,7 +43,7 @@ def record(tmp_path_factory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     for steps in (8, 10):
         options = [f"data.path={folder}", f"hydra.run.dir={folder / 'run'}", f"trainer.max_steps={steps}"]
         command = [sys.executable, str(ROOT / "run.py"), *TINY, *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
     run_dir = folder / "run"
     rows, layers = load_rows(run_dir / "metrics.jsonl"), load_rows(run_dir / "layers.jsonl")

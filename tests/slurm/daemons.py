@@ -78,7 +78,7 @@ def _pick_ports(count: int) -> list[int]:
     return ports
 
 
-def wait_until(holds: Callable[[], object], what: str, timeout_s: float = 60, interval_s: float = 0.1) -> None:
+def wait_until(holds: Callable[[], object], what: str, timeout_s: float = 300, interval_s: float = 0.1) -> None:
     """Errors: ``TimeoutError`` naming ``what``."""
     end_s = time.monotonic() + timeout_s
     while not holds():
@@ -155,7 +155,7 @@ class Slurm:
 
     def ask(self, *command: str) -> str:
         """The output of a SLURM command; empty when it fails, as when SLURM has forgotten a job."""
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=300).stdout
 
     def submit(self, *arguments: str) -> str:
         """Call ``sbatch --parsable`` from the repository; returns the job's number."""

@@ -21,7 +21,7 @@ from tests.slurm.daemons import Slurm, wait_until
 from tests.slurm.runs import ROOT, SETTINGS, STEPS, find_point, load_rows
 from tests.train.harness import write_tokens
 
-pytestmark = [pytest.mark.slurm, pytest.mark.end_to_end, pytest.mark.timeout(480)]  # three jobs' worth
+pytestmark = [pytest.mark.slurm, pytest.mark.end_to_end]
 UNDISTURBED, STOPPED, FAILS, CANCELLED = range(4)
 TOKENS = ["tokens0", "tokens1", "missing", "tokens3"]
 LIMIT_S = 150  # of one wait

@@ -64,7 +64,7 @@ def test_the_same_command_finishes_what_failed_and_what_was_killed(tmp_path: Pat
     before = [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders[:FAILS]]
 
     (folders[FAILS] / "log.txt").rmdir()
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
     assert "4 point(s), 2 done, 1 failed, 1 interrupted" in again.stdout
     assert [read_state(folder) for folder in folders] == [State.DONE] * len(GRID)

@@ -12,7 +12,7 @@ from typing import Any
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The records of a ``.wandb`` file."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

@@ -211,7 +211,7 @@ def test_recording_does_not_import_wandb_nor_reading_a_record_torch(tmp_path):
         "assert not {'wandb', 'torch'} & sys.modules.keys()\n"
     )
     root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, cwd=root, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, cwd=root, timeout=300)
 
 
 def test_the_mode(monkeypatch):
