@@ -19,6 +19,7 @@ from tagc.launch.failures import record_exception
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(failures, "_LINGER_S", 0)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv(RESTART_VARIABLE, "")
 
