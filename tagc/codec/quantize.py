@@ -1,4 +1,4 @@
-"""Symmetric integers of 8 or 4 bits with one fp32 scale per block of consecutive elements.
+"""Symmetric integers of 8, 4, 3 or 2 bits with one scale per block of consecutive elements.
 
 Shape letters: N elements, K = ceil(N / block) blocks, M = ceil(N * bits / 8) bytes.
 """
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tagc.codec.bitmap import bitmap_bytes
 
-BITS = (8, 4)
+BITS = (8, 4, 3, 2)
 
 
 def code_bytes(numel: int, bits: int) -> int:
-    """M, bytes of the codes of ``numel`` elements. Errors: ``ValueError`` unless bits is 8 or 4."""
+    """M, bytes of the codes of ``numel`` elements. Errors: ``ValueError`` unless bits is 8, 4, 3 or 2."""
     if bits not in BITS:
-        raise ValueError(f"bits={bits} is not supported; choose 8 or 4")
+        raise ValueError(f"bits={bits} is not supported; choose 8, 4, 3 or 2")
     return bitmap_bytes(numel * bits)
 
 
@@ -28,7 +28,7 @@ def block_count(numel: int, block: int) -> int:
 
 
 def largest_code(bits: int) -> int:
-    """The largest code, 127 or 7; the smallest is its negative, so that zero and signs are exact."""
+    """The largest code: 127, 7, 3 or 1; the smallest is its negative, so that zero and signs are exact."""
     return (1 << (bits - 1)) - 1
 
 
@@ -67,16 +67,20 @@ def dequantize_blocks(q: Tensor, scales: Tensor, block: int) -> Tensor:
 
 
 def pack_codes(q: Tensor, bits: int) -> Tensor:
-    """Two's complement bytes, or nibbles: element 2i in the low half of byte i. int8 [..., N] -> uint8 [..., M].
+    """Two's complement codes without gaps, the first in the lowest bits. int8 [..., N] -> uint8 [..., M].
 
     >>> pack_codes(torch.tensor([1, -1, 7], dtype=torch.int8), 4).tolist()
     [241, 7]
+    >>> pack_codes(torch.tensor([1, -1, 3], dtype=torch.int8), 3).tolist()
+    [249, 0]
     """
-    codes = q.view(torch.uint8)
+    numel = q.shape[-1]
     if bits == 8:
-        return codes
-    nibbles = torch.nn.functional.pad(codes & 15, (0, q.shape[-1] % 2))
-    return nibbles[..., ::2] | (nibbles[..., 1::2] << 4)
+        return q.view(torch.uint8)
+    codes = torch.nn.functional.pad(q.long() & ((1 << bits) - 1), (0, -numel % 8)).unflatten(-1, (-1, 8))
+    words = (codes << (torch.arange(8, device=q.device) * bits)).sum(dim=-1, keepdim=True)  # 8 codes: `bits` bytes
+    octets = (words >> (torch.arange(bits, device=q.device) * 8)) & 255
+    return octets.to(torch.uint8).flatten(-2)[..., : code_bytes(numel, bits)].contiguous()
 
 
 def unpack_codes(codes: Tensor, bits: int, numel: int) -> Tensor:
@@ -87,5 +91,8 @@ def unpack_codes(codes: Tensor, bits: int, numel: int) -> Tensor:
     """
     if bits == 8:
         return codes.view(torch.int8)
-    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)[..., :numel]
-    return (nibbles ^ 8).view(torch.int8) - 8
+    octets = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % bits)).unflatten(-1, (-1, bits))
+    words = (octets << (torch.arange(bits, device=codes.device) * 8)).sum(dim=-1, keepdim=True)
+    q = (words >> (torch.arange(8, device=codes.device) * bits)) & ((1 << bits) - 1)
+    half = 1 << (bits - 1)
+    return ((q ^ half) - half).to(torch.int8).flatten(-2)[..., :numel].contiguous()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tagc.codec.bitmap import pack_bits, unpack_bits
+from tagc.codec.delta import dequantize_delta, quantize_delta
 from tagc.codec.hashing import HashTable, SketchLayout
 from tagc.codec.packed import limit_selection, pack_values, unpack_values
 from tagc.codec.peel import peel_sketch
@@ -30,13 +31,16 @@ __all__ = [
     "DecodedPacked",
     "DecodedSketch",
     "EncodedBlocks",
+    "EncodedDelta",
     "EncodedPacked",
     "EncodedSketch",
     "add_residual",
+    "apply_delta",
     "decode_blocks",
     "decode_packed",
     "decode_sketch",
     "encode_blocks",
+    "encode_delta",
     "encode_packed",
     "encode_sketch",
     "sample_values",
@@ -89,6 +93,13 @@ class EncodedBlocks(NamedTuple):
     scales_WK: Tensor  # float32: one scale per block; the own row is zero
     own_N: Tensor  # float32: the own shard as it is; may lie in the gradient's memory
     residual_squared: Tensor  # float32 scalar: squared norm of the new residual
+
+
+class EncodedDelta(NamedTuple):
+    """What the owner of a shard sends of its weights."""
+
+    codes_M: Tensor  # uint8
+    scales_K: Tensor  # bfloat16; NaN for a block that holds NaN or Inf
 
 
 def add_residual(gradient_WN: Tensor, carry_WN: Tensor, owed_WB: Tensor, decay: float) -> Tensor:
@@ -275,3 +286,39 @@ def decode_blocks(codes_WM: Tensor, scales_WK: Tensor, own_N: Tensor, *, bits: i
     for codes_M, scales_K in zip(codes_WM, scales_WK, strict=True):
         total_N += dequantize_blocks(unpack_codes(codes_M, bits, own_N.numel()), scales_K, block)
     return total_N
+
+
+def encode_delta(
+    target_N: Tensor, replica_N: Tensor, *, bits: int, block: int, rotate: int | None = None
+) -> EncodedDelta:
+    """Round ``target - replica`` to integers of ``bits`` bits with a bfloat16 scale per ``block`` elements.
+
+    target_N, replica_N: float32 or bfloat16, unchanged; the difference is taken in fp32. bits: 8, 4, 3 or 2. rotate:
+    the seed of a random-sign Hadamard rotation of every block, or None; blocks are then powers of two. A block that
+    holds NaN or Inf has the scale NaN. Host syncs: none. Exactness: bitwise.
+
+    >>> delta = encode_delta(torch.tensor([8.0, 2.25, 1.0]), torch.tensor([1.0, 0.0, 1.0]), bits=4, block=2)
+    >>> delta.codes_M.tolist(), delta.scales_K.tolist()
+    ([39, 0], [1.0, 0.0])
+    """
+    q, scales_K = quantize_delta(target_N.float() - replica_N.float(), bits, block, rotate)
+    return EncodedDelta(pack_codes(q, bits), scales_K)
+
+
+def apply_delta(
+    codes_WM: Tensor, scales_WK: Tensor, replica_WN: Tensor, *, bits: int, block: int, rotate: int | None = None
+) -> None:
+    """Add every owner's difference to the replica, in place and in its dtype, which is the same on all ranks.
+
+    codes_WM and scales_WK: row w is what rank w sent, the own row included; replica_WN: float32 or bfloat16, the sum is
+    taken in fp32 and rounded to nearest even. Host syncs: none. Exactness: bitwise.
+
+    >>> replica = torch.tensor([[1.0, 0.0, 1.0]])
+    >>> codes, scales = torch.tensor([[39, 0]], dtype=torch.uint8), torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16)
+    >>> apply_delta(codes, scales, replica, bits=4, block=2)
+    >>> replica.tolist()
+    [[8.0, 2.0, 1.0]]
+    """
+    for codes_M, scales_K, replica_N in zip(codes_WM, scales_WK, replica_WN, strict=True):
+        delta_N = dequantize_delta(codes_M, scales_K, len(replica_N), bits, block, rotate)
+        replica_N.copy_(replica_N.float() + delta_N)

@@ -12,7 +12,7 @@ from tagc.kernels.reference import decode_blocks, encode_blocks
 from tests.codec.common import DENSITIES, SIZES, make_values
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("numel", (0, *SIZES))
 def test_codes_survive_packing(numel, bits):
     limit = largest_code(bits)
@@ -22,9 +22,9 @@ def test_codes_survive_packing(numel, bits):
     assert torch.equal(unpack_codes(codes, bits, numel), q)
 
 
-def test_bits_other_than_8_and_4_are_refused():
-    with pytest.raises(ValueError, match="choose 8 or 4"):
-        code_bytes(10, 2)
+def test_other_bits_are_refused():
+    with pytest.raises(ValueError, match="choose 8, 4, 3 or 2"):
+        code_bytes(10, 5)
 
 
 def oracle(x, bits, block):

@@ -6,7 +6,7 @@ each other's results are launches of their own; so results do not depend on the 
 ``TRITON_INTERPRET=1`` set before triton is first imported, the same kernels run on CPU tensors, for tests.
 """
 
-from tagc.kernels.reference import threshold_exact, threshold_lognormal
+from tagc.kernels.reference import apply_delta, encode_delta, threshold_exact, threshold_lognormal
 from tagc.kernels.triton.launch import explain_unusable
 from tagc.kernels.triton.packed import decode_packed, encode_packed
 from tagc.kernels.triton.peel import decode_sketch
@@ -16,10 +16,12 @@ from tagc.kernels.triton.sketch import add_residual, encode_sketch
 
 __all__ = [
     "add_residual",
+    "apply_delta",
     "decode_blocks",
     "decode_packed",
     "decode_sketch",
     "encode_blocks",
+    "encode_delta",
     "encode_packed",
     "encode_sketch",
     "explain_unusable",
