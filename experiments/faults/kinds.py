@@ -1,4 +1,4 @@
-"""The faults, by name. Each breaks a run that is training; whoever calls them waits until it goes on.
+"""The faults, by name. Each breaks a run that is training; the caller waits until training continues.
 
 kill, abort  a rank gets SIGKILL or SIGABRT
 hang         a rank is stopped (SIGSTOP) until ``cluster.timeout_s`` ends it

@@ -131,7 +131,7 @@ def _print_table(summaries: list[dict[str, Any]]) -> None:
 
 
 def explain_error(error: Exception) -> str | None:
-    """The message for an error that a user can mend, or ``None`` for a fault of the program."""
+    """The message for an error that the user can fix; ``None`` for a bug in the program."""
     return explain(error, sys.argv[1:], CONF_DIR)
 
 
@@ -192,7 +192,7 @@ def run(main: Callable[[], None]) -> int:
 
 
 def _run(main: Callable[[], None]) -> int:
-    """Call the Hydra entry ``main`` and return the exit code; what a user can mend is one message on stderr.
+    """Call the Hydra entry ``main`` and return the exit code; an error the user can fix is one message on stderr.
 
     If the reader of stdout has closed its pipe, what was to be shown is lost and the exit code of success becomes 141.
     With ``HYDRA_FULL_ERROR=1`` in the environment every error keeps its traceback.

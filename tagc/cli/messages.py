@@ -136,7 +136,7 @@ def _explain_hydra(error: Exception, arguments: Iterable[str], conf_dir: Path) -
 
 
 def explain(error: Exception, arguments: Iterable[str], conf_dir: Path) -> str | None:
-    """The message for an error that a user can mend, or ``None`` for a fault of the program."""
+    """The message for an error that the user can fix; ``None`` for a bug in the program."""
     if isinstance(error, UserError | RankFailure):
         return str(error)
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:

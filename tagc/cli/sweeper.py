@@ -1,6 +1,6 @@
 """Hydra's sweeper for this project: all points are checked before the first starts, and only what is missing runs.
 
-The launcher that Hydra is told to use gets the missing points in one list, so on SLURM they are one array.
+Hydra's launcher gets all missing points in one list, so on SLURM they are one array.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``network=real``: the machine's own interface, capped by whoever owns it (slurm/README.md) or not at all."""
+"""``network=real``: the machine's own interface, capped by its administrator (slurm/README.md) or not at all."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _memory_bytes() -> int | None:
 
 def describe_hardware() -> dict[str, Any]:
     """CPU model, cores (and those this process may use), memory in bytes, GPU names, NCCL version."""
-    import torch  # here: whoever only reads records need not wait for it
+    import torch  # imported here, so that reading records does not load torch
 
     has_cuda = torch.cuda.is_available()
     return {

@@ -147,7 +147,7 @@ def sweep_table(summaries: Sequence[Summary], columns: Sequence[str] | None = No
 
 
 def _fitting_columns(summaries: Sequence[Summary], console: Console) -> list[str]:
-    """As many of the varied settings as fit beside the numbers; the rest is told in the lines below the table."""
+    """The varied settings that fit beside the numbers; the lines below the table give the others."""
     columns = _varied_settings(summaries)
     unlimited = console.options.update(max_width=10_000)
     while columns and console.measure(sweep_table(summaries, columns), options=unlimited).maximum > console.width:

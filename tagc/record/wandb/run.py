@@ -31,7 +31,7 @@ def require_key() -> None:
     """Errors: ``UserError`` when nobody is logged in to W&B. Never asks on the terminal."""
     import wandb
 
-    os.environ.pop("WANDB_MODE", None)  # whoever asks wants to go online; with "offline" there wandb sees no key
+    os.environ.pop("WANDB_MODE", None)  # while it says "offline", wandb.login finds no key
     if not wandb.login(prompt=False, verify=False):
         raise UserError("W&B has no API key: set WANDB_API_KEY, or log in once with `wandb login`")
 
