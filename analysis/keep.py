@@ -17,7 +17,6 @@ from typing import Any
 
 from analysis.records.identity import identify_run
 from analysis.records.load import Run, load_recorded
-from tagc.errors import UserError
 from tagc.host.files import write_text_atomic
 from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.record.manifest import NUMBER_KEYS
@@ -65,7 +64,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     with closed_pipe_ends_quietly():
-        try:
-            main()
-        except UserError as error:
-            sys.exit(f"error: {error}")
+        main()

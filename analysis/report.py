@@ -42,7 +42,6 @@ from analysis.page.sheet import Sheet
 from analysis.records.cells import Cell
 from analysis.records.identity import find_notices, group_runs, loss_setting, select_newest
 from analysis.records.load import Recorded, Run, load_recorded
-from tagc.errors import UserError
 from tagc.host.files import write_text_atomic
 from tagc.host.pipe import closed_pipe_ends_quietly
 
@@ -215,7 +214,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     with closed_pipe_ends_quietly():
-        try:
-            sys.exit(main())
-        except UserError as error:
-            sys.exit(f"error: {error}")
+        sys.exit(main())

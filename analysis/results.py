@@ -211,7 +211,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     with closed_pipe_ends_quietly():
-        try:
-            sys.exit(main())
-        except UserError as error:
-            sys.exit(f"error: {error}")
+        sys.exit(main())

@@ -1,4 +1,4 @@
-"""Errors that a user can mend, shown as one message without a traceback, and the end that a sweep was told to have."""
+"""Errors that a user can fix, shown as one message without a traceback, and the signal that ends a sweep early."""
 
 
 class UserError(ValueError):

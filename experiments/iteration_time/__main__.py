@@ -117,7 +117,5 @@ if __name__ == "__main__":
     with closed_pipe_ends_quietly():
         try:
             sys.exit(main())
-        except UserError as error:
-            sys.exit(f"error: {error}")
         except (KeyboardInterrupt, RunInterrupted):
             sys.exit("interrupted; the same command goes on with the cell that was being measured")

@@ -8,14 +8,12 @@ writes ``table.md``, ``table.csv`` (one line per cell and arm) and ``crossover.c
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from rich.console import Console
 
 from analysis.page.cell_tables import write_cell_tables
 from experiments.iteration_time.record import ROWS_DIR
-from tagc.errors import UserError
 from tagc.host.pipe import closed_pipe_ends_quietly
 
 PIPE_WIDTH = 200
@@ -45,7 +43,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     with closed_pipe_ends_quietly():
-        try:
-            main()
-        except UserError as error:
-            sys.exit(f"error: {error}")
+        main()

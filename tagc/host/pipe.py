@@ -11,6 +11,7 @@ import select
 import sys
 from collections.abc import Iterator
 
+from tagc.errors import UserError
 from tagc.host.utf8 import ensure_utf8
 
 CLOSED_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
@@ -39,8 +40,9 @@ def flush_stdout() -> bool:
 def closed_pipe_ends_quietly() -> Iterator[None]:
     """Run a command's ``main``; if the reader of stdout has closed its pipe, success becomes exit code 141.
 
-    Nothing is said about it, neither here nor by the interpreter at its exit. Other exit codes and errors, also those
-    of other pipes, stay what they are. Every command but run.py passes here, so it also gets UTF-8 here.
+    Neither this function nor the interpreter prints anything about it. A ``UserError`` becomes one line on stderr and
+    exit code 1. Other exit codes and errors, also those of other pipes, stay what they are. Every command but run.py
+    runs inside this, which also sets UTF-8.
     """
     ensure_utf8()
     try:
@@ -49,6 +51,9 @@ def closed_pipe_ends_quietly() -> Iterator[None]:
         if flush_stdout():
             raise
         sys.exit(CLOSED_PIPE)
+    except UserError as error:
+        flush_stdout()
+        sys.exit(f"error: {error}")
     except SystemExit as end:
         if flush_stdout() or end.code not in (None, 0):
             raise

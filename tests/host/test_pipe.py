@@ -72,6 +72,7 @@ HEAD = "import sys; from tagc.host.pipe import closed_pipe_ends_quietly\nwith cl
         ("print('x')", CLOSED_PIPE, ""),
         ("print('x'); sys.exit(3)", 3, ""),
         ("print('x'); sys.exit('error: of the user')", 1, "error: of the user"),
+        ("from tagc.errors import UserError; raise UserError('rows: none')", 1, "error: rows: none\n"),
         ("print('x'); raise ValueError('a fault')", 1, "ValueError: a fault"),
     ],
 )
@@ -79,3 +80,4 @@ def test_errors_keep_their_exit_code(body: str, code: int, said: str) -> None:
     done = run_into_closed_pipe("-c", HEAD + body)
     assert done.returncode == code and said in done.stderr and "BrokenPipe" not in done.stderr
     assert said or not done.stderr
+    assert ("Traceback" in done.stderr) == ("ValueError" in said)
