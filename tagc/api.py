@@ -35,13 +35,12 @@ from tagc.comm.policy import format_policy
 from tagc.comm.step_close import StepReport
 from tagc.comm.stopwatch import Stopwatch
 from tagc.compressors import COMPRESSORS, Compressor, Kind
-from tagc.config import CompressorConfig, Config, keys_used_by, uses, validate
+from tagc.config import WEIGHTS, CompressorConfig, Config, WeightsConfig, keys_used_by, uses, validate
 from tagc.errors import UserError
 from tagc.kernels import resolve_backend
 from tagc.network.link import Link
 
 logger = logging.getLogger("tagc")
-WEIGHTS = ("full",)
 KINDS: tuple[Kind, ...] = ("value", "index", "return", "param")
 
 
@@ -61,7 +60,7 @@ def compress(
     optimizer: torch.optim.Optimizer,
     *,
     gradients: str | type[Compressor] | CompressorConfig,
-    weights: str = "full",
+    weights: str | WeightsConfig = "full",
     kernels: str | ModuleType = "auto",
     seed: int = 0,
     overlap: bool = True,
@@ -77,13 +76,16 @@ def compress(
     without a gradient in a step counts as one whose gradient is zero (``set_reduce_scatter_unused_params``).
 
     gradients: a method's name (``tagc.config.COMPRESSORS``), a :class:`Compressor` class of one's own, or a
-    :class:`CompressorConfig`. weights: how parameters travel; only "full". kernels: a backend's name, or its module.
-    seed: of hashes and sampled positions. overlap: on the CPU, exchange in a thread while backward goes on.
-    timeout_s: of that thread's collectives; None is torch's default. options: the keys of :class:`CompressorConfig`.
+    :class:`CompressorConfig`. weights: how parameters travel, a name (``tagc.config.WEIGHTS``) or a
+    :class:`WeightsConfig`; "delta4" sends 4-bit differences to a replica once per optimizer step. kernels: a backend's
+    name, or its module. seed: of hashes and sampled positions. overlap: on the CPU, exchange in a thread while backward
+    goes on. timeout_s: of that thread's collectives; None is torch's default. options: the keys of
+    :class:`CompressorConfig`.
 
     Memory per rank: an error-feedback method keeps one residual of the size of the full, unsharded gradient of what
     it compresses (:attr:`Compression.residual_bytes`), in ``residual_dtype``. From encode to the
     end of backward a copy, to take a failed step back, doubles that. ``fsdp``, ``bf16`` and ``noop`` keep nothing.
+    Weights as differences need a replica of all weights on every rank (:attr:`Compression.replica_bytes`).
 
     Errors: :class:`UserError` (a ``ValueError``) naming the argument, its value and the remedy. An error on one rank
     is an error on all ranks of the mesh, and so are settings that differ between ranks.
@@ -121,6 +123,7 @@ class Compression(Stateful):
         sync.attach()
         self._undo_backward = after_backward(model, self._end_backward)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._end_step())
+        self._load_hook = model.register_load_state_dict_post_hook(lambda *_: sync.weights.refresh())
         if not quiet and dist.get_rank() == 0 and sync.buckets:
             for line in format_policy(describe_policy(sync.buckets)):
                 logger.info("%s", line)
@@ -154,6 +157,11 @@ class Compression(Stateful):
         """Memory that the residuals take on this rank."""
         return self.sync.residual_bytes
 
+    @property
+    def replica_bytes(self) -> int:
+        """Memory that the replicas of the weights take on this rank."""
+        return self.sync.weights.replica_bytes
+
     def metrics(self) -> dict[str, float | int | str | None]:
         """The newest finished optimizer step's numbers: bytes this rank sent by kind, and means over all ranks.
 
@@ -178,12 +186,16 @@ class Compression(Stateful):
         return layers
 
     def refresh(self) -> None:
-        """Make replicas of the weights exact. Errors: ``NotImplementedError``: weights="full" keeps none."""
-        raise NotImplementedError("weights='full' gathers the weights themselves: there is no replica to refresh")
+        """Send the weights themselves at the next gathers: after a change outside the optimizer, on every rank.
+
+        ``model.load_state_dict`` does this by itself. Where no replica is kept there is nothing to do.
+        """
+        self.sync.weights.refresh()
 
     def remove(self) -> None:
         """Give the model and the optimizer back as plain FSDP2. What the residuals hold back is dropped."""
         self._hook.remove()
+        self._load_hook.remove()
         self._undo_backward()
         self.sync.detach()
 
@@ -197,6 +209,8 @@ class Compression(Stateful):
         """
         state = self.rank_state()
         state["step"], state["ranks"] = torch.tensor(self.step), torch.tensor(dist.get_world_size())
+        if self.sync.weights.kept:
+            state["replica"], state["replica_steps"] = self.sync.weights.state_dict(), self.sync.weights.sent_steps()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -214,6 +228,13 @@ class Compression(Stateful):
             )
         self.load_rank_state(state)
         self.sync.begin_step(int(state["step"]))
+        own = self.sync.weights.state_dict()
+        if own and "replica_steps" in state:
+            for name, part in own.items():
+                part.to_local().copy_(state["replica"][name].to_local())
+            self.sync.weights.restore(state["replica_steps"])
+        elif own:
+            logger.warning("the state holds no replica of the weights: the next gathers send the weights themselves")
 
     def rank_state(self) -> dict[str, Any]:
         """The compressors' tensors of this rank: ``rank_<r>/<slot>/<name>``."""
@@ -236,7 +257,7 @@ def _name_arguments(message: str) -> str:
 
 def _build_settings(
     gradients: str | type[Compressor] | CompressorConfig,
-    weights: str,
+    weights: str | WeightsConfig,
     seed: int,
     overlap: bool,
     timeout_s: float | None,
@@ -244,8 +265,10 @@ def _build_settings(
     laboratory: Laboratory | None,
 ) -> SyncSettings:
     """Check the arguments as the command line checks its keys. Errors: ``UserError`` naming the argument."""
-    if weights not in WEIGHTS:
-        raise UserError(f"weights={weights!r} is out of range; legal: {', '.join(WEIGHTS)}")
+    if isinstance(weights, str):
+        if weights not in WEIGHTS:
+            raise UserError(f"weights={weights!r} is out of range; legal: {', '.join(WEIGHTS)}")
+        weights = WeightsConfig(name=weights)
     config, method = CompressorConfig(), None
     if isinstance(gradients, CompressorConfig):
         config = gradients
@@ -261,7 +284,7 @@ def _build_settings(
         raise UserError(f"gradients={gradients!r} is neither a method's name nor a subclass of Compressor")
     config = _with_options(config, options, method)
     try:
-        validate(Config(compressor=config, seed=seed))
+        validate(Config(compressor=config, weights=weights, seed=seed))
     except UserError as error:
         raise error if laboratory else UserError(_name_arguments(str(error))) from None
     lab_keys = (
@@ -269,7 +292,7 @@ def _build_settings(
         if laboratory
         else {"layers_every": 1}
     )
-    return SyncSettings(config, method, seed, overlap, timeout_s, **lab_keys)
+    return SyncSettings(config, method, seed, overlap, timeout_s, weights=weights, **lab_keys)
 
 
 def _with_options(

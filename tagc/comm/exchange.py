@@ -109,17 +109,24 @@ class Exchange:
 
     def all_gather(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup, kind: Kind) -> None:
         """Gather every rank's ``shard`` [n] into ``output`` [W * n], in rank order. ``shard`` may be a view of it."""
+        self.all_gather_parts([(output.view(group.size(), -1), shard.flatten())], group, kind)
+
+    def all_gather_parts(self, parts: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup, kind: Kind) -> None:
+        """Gather several tensors at once: pairs of an output [W, n] and the own shard [n], which may be a row of it."""
         ranks, rank = group.size(), group.rank()
+        sent_bytes = (ranks - 1) * sum(shard.nbytes for _, shard in parts)
         if self.metered:
-            self._count(kind, (ranks - 1) * shard.nbytes)
+            self._count(kind, sent_bytes)
         if _is_gloo(group):
-            rows = list(output.view(ranks, -1))
-            if rows[rank].data_ptr() != shard.data_ptr():
-                rows[rank].copy_(shard.flatten())
-            self._exchange_pieces([([rows[rank]] * ranks, rows)], group, paced=self.metered)
+            for output, shard in parts:
+                if output[rank].data_ptr() != shard.data_ptr():
+                    output[rank].copy_(shard)
+            pairs = [([output[rank]] * ranks, list(output)) for output, _ in parts if output.numel()]
+            self._exchange_pieces(pairs, group, paced=self.metered)
         else:
-            with self._pace_stream((ranks - 1) * shard.nbytes if self.metered else 0):
-                _all_gather_single(output, shard, group=group)
+            with self._pace_stream(sent_bytes if self.metered else 0):
+                for output, shard in parts:
+                    _all_gather_single(output.view(-1), shard, group=group)
 
     def gather_numbers(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         """The step's control message: a few numbers [n] of every rank -> [W, n]. Neither counted nor paced."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tagc.comm.exchange import Exchange
 from tagc.comm.stopwatch import Stopwatch
@@ -35,6 +35,7 @@ class Unit:
     group: dist.ProcessGroup  # the ranks that the unit is sharded over
     device: torch.device
     casts_gradients: bool  # FSDP2 casts what was reduced to the parameters' dtype, as soon as the call returns
+    names: Mapping[nn.Parameter, str] = field(default_factory=dict)  # of all parameters, frozen ones included
     _before: dict[str, Any] = field(default_factory=dict)
 
     def holds_gradients(self) -> bool:
@@ -48,16 +49,47 @@ class Unit:
         parameters = [p.sharded_param for p in _param_groups(self.module)[0].fsdp_params]
         return not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
 
-    def attach(self, reduce: Reduce, all_gather: ParameterAllGather) -> None:
-        """Route the unit's collectives through the given objects."""
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard, frozen parameters and padding included: what a gather sends."""
+        return sum(p.padded_sharded_param_size.numel() for p in _param_groups(self.module)[0].fsdp_params)
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype that FSDP2 gathers the unit in; uint8 for a unit that mixes dtypes."""
         group = _param_groups(self.module)[0]
-        self._before = {
+        cast = group.mp_policy.param_dtype
+        dtypes = {
+            cast if cast and p.sharded_param.is_floating_point() else p.sharded_param.dtype for p in group.fsdp_params
+        }
+        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
+
+    def split_shard(self, shard_N: Tensor) -> dict[str, DTensor]:
+        """Views of a shard [:attr:`shard_numel`] by the parameter's name, each placed like the parameter."""
+        fsdp_params = _param_groups(self.module)[0].fsdp_params
+        sizes = [p.padded_sharded_param_size.numel() for p in fsdp_params]
+        result = {}
+        for fsdp_param, padded in zip(fsdp_params, shard_N.split(sizes), strict=True):
+            parameter = fsdp_param.sharded_param
+            local = padded[: parameter.to_local().numel()].view(parameter.to_local().shape)
+            result[self.names[parameter]] = fsdp_param.to_sharded_dtensor(local)
+        return result
+
+    def attach_gather(self, all_gather: AllGather) -> None:
+        """Route the unit's gathers through ``all_gather``."""
+        group = _param_groups(self.module)[0]
+        self._before.setdefault("_all_gather_comm", group._all_gather_comm)
+        self.module.set_custom_all_gather(all_gather)
+
+    def attach(self, reduce: Reduce) -> None:
+        """Route the unit's reduce-scatters through ``reduce``."""
+        group = _param_groups(self.module)[0]
+        self._before |= {
             key: getattr(group, key)
-            for key in ("_reduce_scatter_comm", "_all_gather_comm", "reduce_scatter_unused_params")
+            for key in ("_reduce_scatter_comm", "reduce_scatter_unused_params")
             if hasattr(group, key)
         }
         self.module.set_custom_reduce_scatter(GradientReduceScatter(self, reduce))
-        self.module.set_custom_all_gather(all_gather)
         if hasattr(self.module, "set_reduce_scatter_unused_params"):  # torch >= 2.13
             # Every reduction then holds every parameter of its unit, on all ranks and in every step.
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -192,7 +224,7 @@ def _read_unit(label: str, module: FSDPModule, names: Mapping[nn.Parameter, str]
         raise UserError(
             f"unit {label} reduces gradients in {reduced}; set MixedPrecisionPolicy(reduce_dtype=torch.float32)"
         )
-    return Unit(label, module, parameters, mesh.shard_process_group, group.device, reduced != own)
+    return Unit(label, module, parameters, mesh.shard_process_group, group.device, reduced != own, names)
 
 
 class GradientReduceScatter(ReduceScatter):

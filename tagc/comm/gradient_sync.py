@@ -29,8 +29,9 @@ from tagc.comm.fsdp2 import ParameterAllGather, Unit
 from tagc.comm.step_close import StepReport, check_finite, check_residuals, gather_numbers, send_returns
 from tagc.comm.step_metrics import STATS, describe_layers, summarise_step
 from tagc.comm.stopwatch import Stopwatch
+from tagc.comm.weight_gather import WeightGathers
 from tagc.compressors import COMPRESSORS, Compressor, Kind, Part
-from tagc.config import CompressorConfig
+from tagc.config import CompressorConfig, WeightsConfig
 from tagc.errors import UserError
 
 
@@ -45,6 +46,7 @@ class SyncSettings:
     timeout_s: float | None = None  # of the thread's collectives; None: torch's default
     fidelity_every: int = 0  # every so many steps compare the decoded gradient with the dense mean; 0: never
     layers_every: int = 0  # every so many steps report every layer's numbers; 0: never
+    weights: WeightsConfig = field(default_factory=WeightsConfig)  # how parameters travel
 
     @property
     def compressor_class(self) -> type[Compressor]:
@@ -100,6 +102,7 @@ class GradientSync:
         # One rank has nobody to exchange with: FSDP2 calls no reduce-scatter.
         self._units = [unit for unit in units if unit.parameters] if self._ranks > 1 else []
         self.buckets = [self.build_bucket(unit, self._ranks, self._rank, device) for unit in self._units]
+        self.weights = WeightGathers(self._gathered(units), settings.weights, exchange, stopwatch, kernels)
         self.begin_step(0)
         if not self._units:
             return
@@ -118,6 +121,12 @@ class GradientSync:
             *(ranks, rank, device, self._kernels),
         )
 
+    def _gathered(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Units whose gathers are not FSDP's own: with replicas also the frozen ones, which then send once."""
+        if self.settings.weights.name == "full":
+            return []
+        return units if self._ranks > 1 else []
+
     def attach(self) -> None:
         """Route the units' collectives through this object. To be called on all ranks of the group."""
         if not self._units:
@@ -131,13 +140,16 @@ class GradientSync:
                 timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
                 use_local_synchronization=True,
             )
-        all_gather = ParameterAllGather(self.exchange, self.stopwatch)
+        whole = ParameterAllGather(self.exchange, self.stopwatch)
         for unit, bucket in zip(self._units, self.buckets, strict=True):
-            unit.attach(partial(self._reduce, unit, bucket), all_gather)
+            unit.attach(partial(self._reduce, unit, bucket))
+            unit.attach_gather(whole)
+        for gather in self.weights.gathers:
+            gather.unit.attach_gather(gather)
 
     def detach(self) -> None:
         """Give the units their own collectives back."""
-        for unit in self._units:
+        for unit in {id(u): u for u in (*self._units, *(g.unit for g in self.weights.gathers))}.values():
             unit.detach()
         if self._thread is not None:
             self._thread.shutdown()
@@ -192,7 +204,7 @@ class GradientSync:
     def begin_step(self, step: int) -> None:
         """Announce the step whose gradients come next (counted from 0)."""
         wait(self._progress.pending)  # of a backward that an error ended: the thread may still encode
-        self.step = step
+        self.step = self.weights.step = step
         self._progress = _Progress()
         every = self.settings.fidelity_every
         if every and step % every == 0:
@@ -318,6 +330,7 @@ class GradientSync:
             "loss": zeros[:1] * math.nan if told.loss is None else told.loss.view(1),
             "stop": zeros[:1] + float(told.stop),
             "fidelity": zeros if progress.fidelity is None else progress.fidelity,
+            **self.weights.numbers(self.step),
         }
         with self.stopwatch.span("exposed"), self.stopwatch.span("exchange"):
             numbers = gather_numbers(self.buckets, slots, extra, self.exchange, self._group)
@@ -325,6 +338,7 @@ class GradientSync:
         try:
             check_finite(self.buckets, numbers["column_sums"], self.step)
             check_residuals(slots, stats_RSF[..., STATS.index("residual_squared")], self.step)
+            self.weights.check(numbers, self.step)
         except UserError:  # on every rank, so that residuals are those before this step everywhere
             for slot in self._slots():
                 slot.undo()

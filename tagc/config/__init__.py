@@ -29,6 +29,7 @@ from tagc.config.schema import (
     REFERENCE_GPUS,
     RESUME,
     THRESHOLDS,
+    WEIGHTS,
     BandwidthConfig,
     ClusterConfig,
     CompressorConfig,
@@ -39,6 +40,7 @@ from tagc.config.schema import (
     NetworkConfig,
     SweepConfig,
     TrainerConfig,
+    WeightsConfig,
 )
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "REFERENCE_GPUS",
     "RESUME",
     "THRESHOLDS",
+    "WEIGHTS",
     "Affects",
     "BandwidthConfig",
     "ClusterConfig",
@@ -67,6 +70,7 @@ __all__ = [
     "Rule",
     "SweepConfig",
     "TrainerConfig",
+    "WeightsConfig",
     "affects",
     "drop_unused",
     "find_unused",

@@ -58,6 +58,9 @@ def validate(config: Config) -> Config:
         rule = KEYS[name].declaration.rule
         if rule is not None and not rule.holds(value):
             raise UserError(f"{name}={value} is out of range; legal: {rule.text}")
+    block = config.weights.block
+    if config.weights.rotate and block & (block - 1):
+        raise UserError(f"weights.block={block} cannot be rotated; set a power of two, or weights.rotate=false")
     _check_network(config.network)
     _check_nodes(config.cluster, config.network)
     model, trainer, ranks = config.model, config.trainer, config.cluster.ranks

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tagc.config.keys import Rule, at_least, key, one_of, or_null, within
 
 COMPRESSORS = ("noop", "fsdp", "bf16", "lhc", "tagc", "tagc2", "packed", "int8", "int4")
+WEIGHTS = ("full", "bf16", "int8", "delta8", "delta4", "delta3", "delta2")
 THRESHOLDS = ("sampled", "exact", "lognormal")
 KERNELS = ("auto", "reference", "cpu", "triton")
 CLUSTERS = ("local", "slurm")
@@ -23,6 +24,7 @@ REFERENCE_GPUS = ("rtx3080", "a100", "h100")
 SKETCHES = ("lhc", "tagc", "tagc2")
 SPARSE = (*SKETCHES, "packed")
 LOSSY = (*SPARSE, "int8", "int4")
+DELTAS = ("delta8", "delta4", "delta3", "delta2")
 
 _NAME = "the option's name"
 _EVERY = " (0: never)"
@@ -126,6 +128,41 @@ class CompressorConfig:
     retry_steps: int = key(
         50, "a bucket that went dense is tried again after this many steps", at_least(1), used_by=SKETCHES
     )
+
+
+@dataclass
+class WeightsConfig:
+    """How parameters travel when FSDP gathers them. delta<b>: differences of b bits to a replica on every rank."""
+
+    name: str = key("full", _NAME, one_of(*WEIGHTS))
+    block: int = key(
+        256,
+        "elements that share one scale",
+        Rule(lambda value: value >= 8 and value % 8 == 0, "a multiple of 8"),
+        used_by=("int8", *DELTAS),
+    )
+    rotate: bool = key(
+        False, "rotate every block (random-sign Hadamard) before rounding; block is then a power of two", used_by=DELTAS
+    )
+    replica_dtype: str = key(
+        "auto", "dtype of the replica; auto: the one that is gathered", one_of("auto", *DTYPES), used_by=DELTAS
+    )
+    min_numel: int = key(
+        4096,
+        "units with fewer elements travel whole",
+        at_least(0),
+        used_by=tuple(name for name in WEIGHTS if name != "full"),
+    )
+
+    @property
+    def keeps_replica(self) -> bool:
+        """Whether every rank keeps all weights between the gathers."""
+        return self.name in DELTAS
+
+    @property
+    def rotate_seed(self) -> int | None:
+        """The seed of the rotation's signs, None without one. Any seed will do, as long as all ranks have the same."""
+        return 0 if self.rotate else None
 
 
 @dataclass
@@ -366,6 +403,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     compressor: CompressorConfig = field(default_factory=CompressorConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     bandwidth: BandwidthConfig = field(default_factory=BandwidthConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -2,6 +2,7 @@
 
     model, optimizer          sharded tensors by parameter name; torch.distributed.checkpoint reshards them
     rank_<r>/<slot>/<name>    a compressor's state: each rank has its own, so each has keys of its own
+    replica                   slices of the replica of the weights, sharded like the parameters (weights=delta*)
     rank_<r>/rng/<device>     the state of torch's random number generators
 
 Everything else that decides a step (learning rate, hash seeds, sampled positions, batches) follows from its number.
@@ -35,7 +36,10 @@ logger = logging.getLogger("tagc")
 def collect_state(trainer: Trainer) -> dict[str, Any]:
     """This rank's part of the checkpoint. Nothing is copied: the next step overwrites it."""
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-    return {"model": model, "optimizer": optimizer, **_collect_rank_state(trainer)}
+    state = {"model": model, "optimizer": optimizer, **_collect_rank_state(trainer)}
+    if trainer.sync.weights.kept:
+        state |= {"replica": trainer.sync.weights.state_dict(), "replica_steps": trainer.sync.weights.sent_steps()}
+    return state
 
 
 def _collect_rank_state(trainer: Trainer) -> dict[str, Tensor]:
@@ -58,6 +62,7 @@ def restore_state(trainer: Trainer, folder: Path, info: CheckpointInfo, group: d
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
+    _restore_replica(trainer, reader, group)
     if info.ranks != trainer.ranks:
         _spread_residuals(trainer, reader, info.ranks)
     own = _load_rank_state(reader, f"rank_{trainer.rank}/")
@@ -67,6 +72,18 @@ def restore_state(trainer: Trainer, folder: Path, info: CheckpointInfo, group: d
         torch.set_rng_state(own["rng/cpu"])
     if "rng/cuda" in own and trainer.device.type == "cuda":
         torch.cuda.set_rng_state(own["rng/cuda"], trainer.device)
+
+
+def _restore_replica(trainer: Trainer, reader: dcp.FileSystemReader, group: dist.ProcessGroup) -> None:
+    weights = trainer.sync.weights
+    if not weights.kept:
+        return
+    if "replica_steps" not in reader.read_metadata().state_dict_metadata:
+        logger.warning("the checkpoint holds no replica of the weights: the next gathers send the weights themselves")
+        return
+    state = {"replica": weights.state_dict(), "replica_steps": weights.sent_steps()}
+    dcp.load(state, storage_reader=reader, process_group=group)  # into the replicas themselves
+    weights.restore(state["replica_steps"])
 
 
 def _take(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -73,6 +73,7 @@ class Trainer:
             self.model,
             self.optimizer,
             gradients=config.compressor,
+            weights=config.weights,
             kernels=kernels,
             seed=config.seed,
             overlap=config.trainer.overlap,
@@ -123,6 +124,8 @@ class Trainer:
         for line in format_policy(describe_policy(self.sync.buckets)):
             logger.info("%s", line)
         logger.info("residuals take %.2f MB on each rank", self.sync.residual_bytes / 1e6)
+        if config.weights.name != "full":
+            logger.info("%s", self.sync.weights.describe())
         for line in self.sync.explain_dense():
             logger.warning("%s", line)
 
@@ -158,7 +161,6 @@ class Trainer:
         self._synchronize()
         begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
         self.stopwatch.take()
-        self.exchange.take_sent_bytes()
         counters = self.exchange.link.read_counters()
         self.sync.begin_step(step)
         self._accumulate_gradients()
