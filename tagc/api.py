@@ -123,7 +123,7 @@ class Compression(Stateful):
         sync.attach()
         self._undo_backward = after_backward(model, self._end_backward)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._end_step())
-        self._load_hook = model.register_load_state_dict_post_hook(lambda *_: sync.weights.refresh())
+        self._load_hook = model.register_load_state_dict_post_hook(lambda *_: sync.weights.note_load())
         if not quiet and dist.get_rank() == 0 and sync.buckets:
             for line in format_policy(describe_policy(sync.buckets)):
                 logger.info("%s", line)
@@ -228,12 +228,10 @@ class Compression(Stateful):
             )
         self.load_rank_state(state)
         self.sync.begin_step(int(state["step"]))
-        own = self.sync.weights.state_dict()
-        if own and "replica_steps" in state:
-            for name, part in own.items():
-                part.to_local().copy_(state["replica"][name].to_local())
-            self.sync.weights.restore(state["replica_steps"])
-        elif own:
+        weights = self.sync.weights
+        if weights.kept and "replica_steps" in state:
+            weights.restore(state["replica"], state["replica_steps"])
+        elif weights.kept:
             logger.warning("the state holds no replica of the weights: the next gathers send the weights themselves")
 
     def rank_state(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ Not counted: the per-step control message (a few numbers per bucket) and the gra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,15 @@ class Exchange:
         paced_link = link if isinstance(link, PacedLink) else None
         self._host_pacer = paced_link if device.type == "cpu" else None
         self._stream_pacer = StreamPacer(paced_link, device) if paced_link and device.type == "cuda" else None
+
+    @contextmanager
+    def always_metered(self) -> Iterator[None]:
+        """Within the block everything is counted and paced."""
+        before, self.metered = self.metered, True
+        try:
+            yield
+        finally:
+            self.metered = before
 
     def take_sent_bytes(self) -> dict[Kind, int]:
         """Bytes sent by kind since the last call, then start again."""

@@ -65,15 +65,28 @@ class Unit:
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     def split_shard(self, shard_N: Tensor) -> dict[str, DTensor]:
-        """Views of a shard [:attr:`shard_numel`] by the parameter's name, each placed like the parameter."""
+        """Copies of a shard's parts by the parameter's name, each placed like the parameter.
+
+        shard_N: as many elements as :attr:`shard_numel`. Copies, because a DTensor of a part of a tensor that begins
+        later in memory cannot be copied by torch.distributed.checkpoint.
+        """
         fsdp_params = _param_groups(self.module)[0].fsdp_params
         sizes = [p.padded_sharded_param_size.numel() for p in fsdp_params]
         result = {}
         for fsdp_param, padded in zip(fsdp_params, shard_N.split(sizes), strict=True):
             parameter = fsdp_param.sharded_param
-            local = padded[: parameter.to_local().numel()].view(parameter.to_local().shape)
+            local = padded[: parameter.to_local().numel()].view(parameter.to_local().shape).clone()
             result[self.names[parameter]] = fsdp_param.to_sharded_dtensor(local)
         return result
+
+    def join_shard(self, parts: Mapping[str, DTensor], shard_N: Tensor) -> None:
+        """Write what :meth:`split_shard` gave into a shard; padding becomes zero."""
+        shard_N.zero_()
+        fsdp_params = _param_groups(self.module)[0].fsdp_params
+        sizes = [p.padded_sharded_param_size.numel() for p in fsdp_params]
+        for fsdp_param, padded in zip(fsdp_params, shard_N.split(sizes), strict=True):
+            local = parts[self.names[fsdp_param.sharded_param]].to_local()
+            padded[: local.numel()].copy_(local.flatten())
 
     def attach_gather(self, all_gather: AllGather) -> None:
         """Route the unit's gathers through ``all_gather``."""

@@ -70,7 +70,7 @@ class UnitGather(AllGather):
                 ) from None
         self.step = -1  # the optimizer steps at the last gather that sent
         self.is_exact = False  # whether the replica holds all ranks' state; else the next gather is a dense round
-        self._restores = False  # whether the dense round sends the own slice of a checkpoint
+        self.restores = False  # whether the dense round sends the own slice of a checkpoint
         self._sent_hash: Tensor | None = None  # of the own shard at the last gather that sent
         self.changed = torch.zeros((), dtype=torch.float64, device=unit.device)  # outside the optimizer
         self.unit_step = 0  # optimizer steps so far; WeightGathers sets it
@@ -120,28 +120,29 @@ class UnitGather(AllGather):
 
     def _gather_replica(self, output_WN: Tensor, input_N: Tensor, group: dist.ProcessGroup) -> None:
         assert self.replica_WN is not None
-        if not self.is_exact:
-            self._send_whole(input_N, group)
-        if self.step != self.unit_step:
-            self._send_difference(input_N, group)
-        else:
-            self._note_change(input_N)
+        with self._exchange.always_metered():  # what a validation sends, the next step does not
+            if not self.is_exact:
+                self._send_whole(input_N, group)
+            if self.step != self.unit_step:
+                self._send_difference(input_N, group)
+            else:
+                self._note_change(input_N)
         with self._stopwatch.span("exposed"), self._stopwatch.span("decode"):
             output_WN.copy_(self.replica_WN)
 
     def _send_whole(self, input_N: Tensor, group: dist.ProcessGroup) -> None:
         """A dense round: the weights themselves, or after a restart the slices of the replica that every rank saved."""
         assert self.replica_WN is not None
-        own_N = self.replica_WN[self._rank].clone() if self._restores else input_N.to(self.replica_WN.dtype)
+        own_N = self.replica_WN[self._rank].clone() if self.restores else input_N.to(self.replica_WN.dtype)
         self._gather(self.replica_WN.view(-1), own_N, group)
         self.dense_bytes += self.sent_bytes
         self._refuse_nonfinite(self.replica_WN)
         self.is_exact = True
-        if not self._restores:
+        if not self.restores:
             self.step, self._sent_hash = self.unit_step, hash_tensor(input_N)
         elif self.step == self.unit_step:
             self._sent_hash = hash_tensor(input_N)
-        self._restores = False
+        self.restores = False
 
     def _send_difference(self, input_N: Tensor, group: dist.ProcessGroup) -> None:
         assert self.replica_WN is not None
@@ -186,7 +187,7 @@ class UnitGather(AllGather):
 
     def refresh(self) -> None:
         """Make the next gather a dense round."""
-        self.is_exact, self._restores, self._sent_hash = False, False, None
+        self.is_exact, self.restores, self._sent_hash = False, False, None
         self.changed = torch.zeros_like(self.changed)
 
     def expected_bytes(self) -> int:
@@ -202,16 +203,18 @@ class UnitGather(AllGather):
     @property
     def sent_step(self) -> int:
         """After how many optimizer steps the replica was last sent to; -1 if it holds nothing."""
-        return self.step if self.is_exact or self._restores else -1
+        return self.step if self.is_exact or self.restores else -1
 
     def own_slices(self) -> dict[str, DTensor]:
-        """The own slice of the replica by parameter name, placed like the parameter; views of the replica."""
+        """A copy of the own slice of the replica by parameter name, placed like the parameter."""
         return {} if self.replica_WN is None else self.unit.split_shard(self.replica_WN[self._rank])
 
-    def restore(self, step: int) -> None:
-        """Take what was loaded into :meth:`own_slices` for the replica, which was last sent to after ``step`` steps."""
+    def restore(self, step: int, slices: Mapping[str, DTensor]) -> None:
+        """Take slices for the own part of the replica, which was last sent to after ``step`` steps."""
+        assert self.replica_WN is not None
         self.refresh()
-        self._restores, self.step = step >= 0, step  # -1: it was saved before the first gather
+        self.unit.join_shard(slices, self.replica_WN[self._rank])
+        self.restores, self.step = step >= 0, step  # -1: it was saved before the first gather
 
 
 class WeightGathers:
@@ -273,6 +276,12 @@ class WeightGathers:
         for gather in self.gathers:
             gather.refresh()
 
+    def note_load(self) -> None:
+        """``load_state_dict`` has replaced weights: a dense round, unless a checkpoint's replicas wait, too."""
+        for gather in self.gathers:
+            if not gather.restores:
+                gather.refresh()
+
     def numbers(self, step: int) -> dict[str, Tensor]:
         """For the message that closes a step: whether weights changed outside the optimizer, and hashes of replicas."""
         if not self.kept:
@@ -316,10 +325,10 @@ class WeightGathers:
         """int64: after how many optimizer steps each replica was last sent to; the same on every rank."""
         return torch.tensor([gather.sent_step for gather in self.kept], dtype=torch.int64)
 
-    def restore(self, sent_steps: Tensor) -> None:
-        """Go on from what was loaded into the tensors of :meth:`state_dict`, with that time's :meth:`sent_steps`.
+    def restore(self, slices: Mapping[str, DTensor], sent_steps: Tensor) -> None:
+        """Go on from what :meth:`state_dict` and :meth:`sent_steps` gave, also on other ranks.
 
         The next gather of every unit sends each rank's slice once.
         """
         for gather, step in zip(self.kept, sent_steps.tolist(), strict=True):
-            gather.restore(step)
+            gather.restore(step, slices)

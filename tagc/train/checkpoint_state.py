@@ -81,9 +81,9 @@ def _restore_replica(trainer: Trainer, reader: dcp.FileSystemReader, group: dist
     if "replica_steps" not in reader.read_metadata().state_dict_metadata:
         logger.warning("the checkpoint holds no replica of the weights: the next gathers send the weights themselves")
         return
-    state = {"replica": weights.state_dict(), "replica_steps": weights.sent_steps()}
-    dcp.load(state, storage_reader=reader, process_group=group)  # into the replicas themselves
-    weights.restore(state["replica_steps"])
+    state: dict[str, Any] = {"replica": weights.state_dict(), "replica_steps": weights.sent_steps()}
+    dcp.load(state, storage_reader=reader, process_group=group)
+    weights.restore(state["replica"], state["replica_steps"])
 
 
 def _take(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

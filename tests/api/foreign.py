@@ -89,6 +89,9 @@ def shard(model: Foreign, way: str, mesh: DeviceMesh | None = None) -> Foreign:
     if way == "listed":
         fully_shard([model.layers[0], model.layers[1]], **keys)
         fully_shard([model.final, model.head], **keys)
+    elif way == "half gathered":  # over half of the ranks: backward gathers parts of what forward gathered
+        for layer in model.layers:
+            fully_shard(layer, reshard_after_forward=dist.get_world_size() // 2, **keys)
     elif way not in ("one unit",):
         fully_shard(model.embed, **keys) if way == "embedding alone" else None
         for layer in model.layers:
@@ -114,7 +117,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW((p for p in self.model.parameters() if p.requires_grad), lr=3e-3)
         self.compression: tagc.Compression | None = None
         if options is not None:
-            self.compression = tagc.compress(self.model, self.optimizer, kernels="reference", **options)
+            self.compression = tagc.compress(self.model, self.optimizer, **{"kernels": "reference", **options})
         else:
             self.model.set_reduce_scatter_unused_params(True)  # as tagc.compress does
 
