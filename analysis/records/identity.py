@@ -48,9 +48,9 @@ def time_setting(run: Run) -> Setting:
 
 
 def identify_run(run: Run) -> Setting:
-    """Everything that tells this run from another: settings of time and loss, compressor, seed."""
-    compressor = {key: value for key, value in run.config.items() if key.startswith("compressor.")}
-    return time_setting(run) | compressor | {"seed": run.config["seed"]}
+    """Everything that tells this run from another: settings of time and loss, compressor, weights, seed."""
+    method = {key: value for key, value in run.config.items() if key.startswith(("compressor.", "weights."))}
+    return time_setting(run) | method | {"seed": run.config["seed"]}
 
 
 def freeze(setting: Setting) -> Hashable:

@@ -20,19 +20,15 @@ from tagc.config.lookup import (
     resumes,
     uses,
 )
+from tagc.config.methods import COMPRESSORS, DTYPES, THRESHOLDS, WEIGHTS, CompressorConfig, WeightsConfig
 from tagc.config.schema import (
     CLUSTERS,
-    COMPRESSORS,
-    DTYPES,
     KERNELS,
     NETWORKS,
     REFERENCE_GPUS,
     RESUME,
-    THRESHOLDS,
-    WEIGHTS,
     BandwidthConfig,
     ClusterConfig,
-    CompressorConfig,
     Config,
     DataConfig,
     LoggingConfig,
@@ -40,7 +36,6 @@ from tagc.config.schema import (
     NetworkConfig,
     SweepConfig,
     TrainerConfig,
-    WeightsConfig,
 )
 
 __all__ = [

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 import tagc.compressors
-from tagc.config import COMPRESSORS, CONF_DIR, KEYS, Config, flatten, to_dict, uses
+from tagc.config import COMPRESSORS, CONF_DIR, KEYS, WEIGHTS, Config, flatten, to_dict, uses
 from tagc.record.arm import label_arm
 from tests.policy.compose import compose_config
 
@@ -19,6 +19,7 @@ def test_every_section_of_the_schema_has_a_group_and_the_reverse() -> None:
         "model",
         "data",
         "compressor",
+        "weights",
         "bandwidth",
         "network",
         "cluster",
@@ -27,6 +28,7 @@ def test_every_section_of_the_schema_has_a_group_and_the_reverse() -> None:
         "experiment",
     }
     assert sorted(path.stem for path in (CONF_DIR / "compressor").glob("*.yaml")) == sorted(COMPRESSORS)
+    assert sorted(path.stem for path in (CONF_DIR / "weights").glob("*.yaml")) == sorted(WEIGHTS)
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
