@@ -26,7 +26,7 @@ def _option_defaults(section: str, name: str) -> dict[str, Any]:
 def label_arm(config: Mapping[str, Any]) -> str:
     """The method and each setting in which it differs from its option, in the order of ``config``.
 
-    Then the way of the weights, if it is not ``full``. config: flat keys. Keys that the method does not use are left out.
+    Then the way of the weights, if it is not ``full``. config: flat keys. Unused keys are left out.
 
     >>> label_arm({"compressor.name": "tagc2", "compressor.sparsity": 0.9, "compressor.ratio": 2.0, "seed": 0})
     'tagc2 sparsity=0.9'
