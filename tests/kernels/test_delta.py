@@ -175,3 +175,13 @@ def test_blocks_of_no_whole_bytes_and_shapes_that_differ():
         cpu.apply_delta(
             torch.zeros(1, 2, dtype=torch.uint8), torch.zeros(1, 1).bfloat16(), torch.zeros(1, 9), bits=4, block=16
         )
+
+
+@pytest.mark.parametrize("bits", [3, 2])
+def test_gradients_of_bits_the_cpu_kernels_cannot_pack_are_refused(bits):
+    cpu = resolve_backend("cpu")[1]
+    with pytest.raises(ValueError, match=f"8 or 4 bits, got {bits}"):
+        cpu.encode_blocks(torch.ones(2, 64), torch.zeros(2, 64), decay=0.0, rank=0, bits=bits, block=32)
+    codes_WM, scales_WK = torch.zeros(1, 8 * bits, dtype=torch.uint8), torch.zeros(1, 2)
+    with pytest.raises(ValueError, match=f"8 or 4 bits, got {bits}"):
+        cpu.decode_blocks(codes_WM, scales_WK, torch.zeros(64), bits=bits, block=32)

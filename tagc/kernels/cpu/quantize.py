@@ -145,7 +145,8 @@ def encode_blocks(
 ) -> EncodedBlocks:
     """See :func:`tagc.kernels.reference.encode_blocks`. ``own_N`` lies in the gradient's memory.
 
-    Errors: ``ValueError`` for a block of an odd number of elements with 4 bits: a byte would belong to two blocks.
+    Errors: ``ValueError`` for bits other than 8 and 4, and for a block of an odd number of elements with 4 bits: a byte
+    would belong to two blocks.
     """
     _check_block(block, bits)
     ranks, numel = gradient_WN.shape
@@ -178,5 +179,7 @@ def decode_blocks(codes_WM: Tensor, scales_WK: Tensor, own_N: Tensor, *, bits: i
 
 
 def _check_block(block: int, bits: int) -> None:
+    if bits not in (8, 4):
+        raise ValueError(f"kernels=cpu encodes gradients in 8 or 4 bits, got {bits}")
     if block < 1 or (bits == 4 and block % 2):
         raise ValueError(f"kernels=cpu needs blocks of an even number of elements, got {block}")
