@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tagc.codec.bitmap import bitmap_bytes, or_bitmaps
+from tagc.codec.delta import delta_bytes
 from tagc.codec.hashing import build_hash_table, plan_layout
 from tagc.codec.packed import plan_capacity
 from tagc.codec.quantize import block_count, code_bytes
@@ -101,6 +102,7 @@ def make_arms(
                     yield from sketch_arms(kernels, backend, bucket, density, ratio)
                 yield from packed_arms(kernels, backend, bucket, density)
             yield from block_arms(kernels, backend, bucket)
+            yield from delta_arms(kernels, backend, bucket)
 
 
 def _normal_bucket(numel: int, device: torch.device) -> Tensor:
@@ -198,6 +200,25 @@ def block_arms(kernels: Any, backend: str, gradient_WN: Tensor) -> Iterator[Arm]
             lambda sent=sent: (sent.codes_WM, sent.scales_WK, sent.own_N.clone()),
             lambda codes, scales, own, sizes=sizes: kernels.decode_blocks(codes, scales, own, **sizes),
         )
+
+
+def delta_arms(kernels: Any, backend: str, weights_WN: Tensor) -> Iterator[Arm]:
+    """encode_delta of a whole bucket as one shard, and apply_delta of what one rank sent of its shard; 4 bits."""
+    device, numel = weights_WN.device, weights_WN.shape[1]
+    sizes = {"bits": 4, "block": BLOCK}
+    target_N, replica_N = weights_WN.flatten(), torch.zeros_like(weights_WN).flatten()
+    yield Arm(
+        *("delta4_encode", backend, device, weights_WN.numel(), None, None),
+        2 * weights_WN.nbytes + delta_bytes(weights_WN.numel(), **sizes),
+        lambda: (target_N, replica_N),
+        lambda target, replica: kernels.encode_delta(target, replica, **sizes),
+    )
+    codes_M, scales_K = kernels.encode_delta(weights_WN[0], replica_N[:numel], **sizes)
+    yield Arm(
+        *("delta4_decode", backend, device, numel, None, None, 2 * 4 * numel + delta_bytes(numel, **sizes)),
+        lambda: (codes_M[None], scales_K[None], weights_WN[:1].clone()),
+        lambda codes, scales, replica: kernels.apply_delta(codes, scales, replica, **sizes),
+    )
 
 
 def measure_rounds(arms: Sequence[Arm], rounds: Iterable[object], deadline_s: float | None = None) -> None:

@@ -30,7 +30,7 @@ QUICK_SIZES = (FULL_SIZE,)
 DENSITIES = (0.05, 0.2)
 RATIOS = (2.0, 3.0)
 HEADLINE = {"density": 0.2, "ratio": 2.0}
-JSON_KEYS = ("encode", "decode", "packed_encode", "packed_decode", "int8_encode")
+JSON_KEYS = ("encode", "decode", "packed_encode", "packed_decode", "int8_encode", "delta4_encode", "delta4_decode")
 
 
 def list_arms(quick: bool) -> Iterator[Arm]:

@@ -92,6 +92,7 @@ def test_a_difference_arrives_within_half_a_step(backend, bits, numel, block, se
     assert ((replica_WN[0].double() - expected.double()).abs() <= tolerance * (scale_N + expected.abs().double())).all()
 
 
+@pytest.mark.timed  # 4 bits are what `make bench` times
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("seed", [None, 5])
 def test_backends_agree_to_the_bit(bits, seed):
