@@ -69,7 +69,8 @@ def list_layers(sync: GradientSync, report: StepReport | None) -> LayerReport:
                     "peeled_frac": layer["peeled_frac"] if layer and has_selection else None,
                 }
             )
-    return LayerReport(rows, [])
+    notes = [sync.weights.describe(), *sync.weights.explain_whole()] if sync.weights.gathers else []
+    return LayerReport(rows, notes)
 
 
 def _why_dense(compressor: Any, is_method: bool, step: int) -> str | None:

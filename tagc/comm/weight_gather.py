@@ -33,10 +33,19 @@ _CHUNK = 1 << 20
 _HASH_MODULUS = (1 << 31) - 1  # a float64 holds sums of these exactly
 
 
+def _view_words(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.int32 if tensor.itemsize == 4 else torch.int16)
+
+
+def sum_words(tensor: Tensor) -> Tensor:
+    """int64 scalar that a change of any one element changes, in one pass: for every gather."""
+    return _view_words(tensor).sum(dtype=torch.int64)
+
+
 def hash_tensor(tensor: Tensor) -> Tensor:
-    """float64 scalar that depends on every bit and its place, below 2**31; the same on every device."""
+    """float64 scalar that depends on every bit and its place, below 2**31, in several passes; equal on every device."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    words = tensor.detach().contiguous().view(-1).view(torch.int32 if tensor.itemsize == 4 else torch.int16)
+    words = _view_words(tensor)
     for begin in range(0, words.numel(), _CHUNK):
         part = words[begin : begin + _CHUNK].long()
         place = torch.arange(begin, begin + len(part), device=tensor.device) % 65521 + 1
@@ -71,7 +80,7 @@ class UnitGather(AllGather):
         self.step = -1  # the optimizer steps at the last gather that sent
         self.is_exact = False  # whether the replica holds all ranks' state; else the next gather is a dense round
         self.restores = False  # whether the dense round sends the own slice of a checkpoint
-        self._sent_hash: Tensor | None = None  # of the own shard at the last gather that sent
+        self._sent_sum: Tensor | None = None  # of the own shard at the last gather that sent
         self.changed = torch.zeros((), dtype=torch.float64, device=unit.device)  # outside the optimizer
         self.unit_step = 0  # optimizer steps so far; WeightGathers sets it
         self.sent_bytes = self.dense_bytes = 0  # by the last gather that sent; by dense rounds since the beginning
@@ -139,9 +148,9 @@ class UnitGather(AllGather):
         self._refuse_nonfinite(self.replica_WN)
         self.is_exact = True
         if not self.restores:
-            self.step, self._sent_hash = self.unit_step, hash_tensor(input_N)
+            self.step, self._sent_sum = self.unit_step, sum_words(input_N)
         elif self.step == self.unit_step:
-            self._sent_hash = hash_tensor(input_N)
+            self._sent_sum = sum_words(input_N)
         self.restores = False
 
     def _send_difference(self, input_N: Tensor, group: dist.ProcessGroup) -> None:
@@ -149,7 +158,7 @@ class UnitGather(AllGather):
         codes_WM, scales_WK = self._exchange_codes(input_N, self.replica_WN[self._rank], group)
         with self._stopwatch.span("exposed"), self._stopwatch.span("decode"):
             self._apply(codes_WM, scales_WK, self.replica_WN)
-            self.step, self._sent_hash = self.unit_step, hash_tensor(input_N)
+            self.step, self._sent_sum = self.unit_step, sum_words(input_N)
 
     def _exchange_codes(self, input_N: Tensor, base_N: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         """Errors: ``UserError`` on every rank, before anything is applied, if a weight is NaN or Inf (on the CPU)."""
@@ -180,14 +189,14 @@ class UnitGather(AllGather):
 
     def _note_change(self, input_N: Tensor) -> None:
         """Without a wait for the device; the end of the step's exchange tells all ranks."""
-        if self._sent_hash is not None:
-            self.changed = self.changed + (hash_tensor(input_N) != self._sent_hash)
+        if self._sent_sum is not None:
+            self.changed = self.changed + (sum_words(input_N) != self._sent_sum)
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Make the next gather a dense round."""
-        self.is_exact, self.restores, self._sent_hash = False, False, None
+        self.is_exact, self.restores, self._sent_sum = False, False, None
         self.changed = torch.zeros_like(self.changed)
 
     def expected_bytes(self) -> int:
@@ -270,6 +279,12 @@ class WeightGathers:
             f"weights travel as {self.config.name}: {self.expected_bytes() / 1e6:.2f} MB {how} instead of "
             f"{whole / 1e6:.2f} MB in every gather{kept}"
         )
+
+    def explain_whole(self) -> list[str]:
+        """One line for each unit whose weights travel whole all the same."""
+        return [
+            f"{g.unit.name}: its weights travel whole: {g.why_full}" for g in self.gathers if g.why_full is not None
+        ]
 
     def refresh(self) -> None:
         """Make the next gather of every unit a dense round. To be called on all ranks."""

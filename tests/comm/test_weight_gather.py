@@ -111,6 +111,19 @@ def test_one_difference_travels_per_optimizer_step_and_is_the_closed_form(ranks:
     run_ranks(count, ranks)
 
 
+def describe(rank: int) -> str:
+    loop = Loop("by block", {"gradients": "fsdp", "weights": WeightsConfig(name="delta4", min_numel=3000, block=32)})
+    loop.train(2)
+    assert loop.compression is not None
+    return str(loop.compression.report())
+
+
+def test_the_report_says_how_weights_travel_and_which_travel_whole() -> None:
+    text = run_ranks(describe, 2)[0]
+    assert "weights travel as delta4: 0.0" in text and "replicas take" in text
+    assert "root: its weights travel whole: fewer than weights.min_numel=3000 elements" in text
+
+
 def send_statelessly(rank: int) -> None:
     for name, nbytes in (("bf16", 2.0), ("int8", 1 + 2 / 32)):
         loop, whole = Loop("by block", delta(name)), Loop("by block", {"gradients": "fsdp"})
