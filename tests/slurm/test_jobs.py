@@ -21,10 +21,10 @@ from tests.slurm.daemons import Slurm, wait_until
 from tests.slurm.runs import ROOT, SETTINGS, STEPS, find_point, load_rows
 from tests.train.harness import write_tokens
 
-pytestmark = [pytest.mark.slurm, pytest.mark.end_to_end]
+pytestmark = [pytest.mark.slurm, pytest.mark.end_to_end, pytest.mark.timeout(1800)]
 UNDISTURBED, STOPPED, FAILS, CANCELLED = range(4)
 TOKENS = ["tokens0", "tokens1", "missing", "tokens3"]
-LIMIT_S = 150  # of one wait
+LIMIT_S = 600  # of one wait
 ENDS = {STOPPED: ("COMPLETED", "1"), FAILS: ("FAILED", "0"), CANCELLED: ("CANCELLED", "0")}
 
 
