@@ -19,7 +19,8 @@ def test_every_operation_is_compared_with_a_copy(monkeypatch, tmp_path, capsys):
     bench.main()
     ratios = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = pd.read_csv(tmp_path / "rows.csv")
-    assert set(ratios) == {"encode", "decode", "packed_encode", "packed_decode", "int8_encode"}
+    quantisers = {"int8_encode", "delta4_encode", "delta4_decode"}
+    assert set(ratios) == {"encode", "decode", "packed_encode", "packed_decode", *quantisers}
     assert set(rows["numel"]) == {1_500, 3_000, 2_000, 4_000}
     assert (rows["copy_ratio"] > 0).all()
     encode = rows[(rows["op"] == "int8_encode") & (rows["numel"] == 4_000)]

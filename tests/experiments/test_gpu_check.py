@@ -56,7 +56,7 @@ def test_every_arm_of_the_bench_has_its_floor(part, monkeypatch):
     assert speed.measure(part)
     floors = {row["name"]: row for row in read_rows(part) if row["metric"] == "times_floor"}
     assert set(floors) == {"copy"} | {
-        f"{op}{way}code" for op in ("", "packed_", "int8_", "int4_") for way in ("en", "de")
+        f"{op}{way}code" for op in ("", "packed_", "int8_", "int4_", "delta4_") for way in ("en", "de")
     }
     # 3,000 values: gradient, old and new residual in fp32; per shard 1,500 codes and six scales.
     assert f"floor_bytes={3 * 12_000 + 2 * (1500 + 6 * 4)}" in floors["int8_encode"]["setting"]
