@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def bitmap_bytes(numel: int) -> int:
-    """Bytes of the index of ``numel`` elements."""
-    return (numel + 7) // 8
+from tagc.codec.sizes import bitmap_bytes as bitmap_bytes
 
 
 def _bit_weights(device: torch.device) -> Tensor:

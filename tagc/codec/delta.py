@@ -11,20 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.codec.quantize import block_count, code_bytes, dequantize_blocks, largest_code, unpack_codes
+from tagc.codec.quantize import dequantize_blocks, largest_code, unpack_codes
 from tagc.codec.rotate import rotate_blocks, unrotate_blocks
-
-SCALE_BYTES = torch.bfloat16.itemsize
-
-
-def coded_numel(numel: int, block: int, rotate: int | None) -> int:
-    """Codes that ``numel`` elements take: a rotated block is sent whole, as its padding is no longer zero."""
-    return numel if rotate is None else block_count(numel, block) * block
-
-
-def delta_bytes(numel: int, bits: int, block: int, rotate: int | None = None) -> int:
-    """Bytes of one shard's codes and scales."""
-    return code_bytes(coded_numel(numel, block, rotate), bits) + block_count(numel, block) * SCALE_BYTES
+from tagc.codec.sizes import block_count, coded_numel
+from tagc.codec.sizes import delta_bytes as delta_bytes
 
 
 def round_scale_up(scale: Tensor) -> Tensor:

@@ -13,17 +13,17 @@ The tables are integers computed on the CPU from a seed, the same on every backe
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-HASH_ROWS = 3
-LANES = (1, 7, 13, 31, 61, 127, 251)
-# Fewer cells per independent peeling problem leave stuck elements at loads that an infinite problem would peel.
-MIN_CELLS_PER_LANE = 6144
+from tagc.codec.sizes import HASH_ROWS
+from tagc.codec.sizes import LANES as LANES
+from tagc.codec.sizes import MIN_CELLS_PER_LANE as MIN_CELLS_PER_LANE
+from tagc.codec.sizes import SketchLayout as SketchLayout
+from tagc.codec.sizes import plan_layout as plan_layout
 
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64, as signed int64
 
@@ -39,40 +39,6 @@ def mix64(keys: Tensor) -> Tensor:
     keys = (keys ^ ((keys >> 30) & ((1 << 34) - 1))) * first
     keys = (keys ^ ((keys >> 27) & ((1 << 37) - 1))) * second
     return keys ^ ((keys >> 31) & ((1 << 33) - 1))
-
-
-@dataclass(frozen=True)
-class SketchLayout:
-    """How the N elements of a shard lie in rows, lanes and cells."""
-
-    numel: int  # N, elements of one shard, >= 1
-    lanes: int  # L
-    rows: int  # R = ceil(N / L)
-    cells: int  # C, cells per hash row and lane
-
-    @property
-    def sketch_numel(self) -> int:
-        """Cells of one shard's sketch over all hash rows and lanes."""
-        return HASH_ROWS * self.cells * self.lanes
-
-
-def plan_layout(numel: int, ratio: float) -> SketchLayout:
-    """Choose lanes and cells for ``numel`` elements at ``ratio`` elements per cell.
-
-    As many lanes (of LANES) as leave MIN_CELLS_PER_LANE cells in each. Errors: ``ValueError``
-    for an empty shard, a ratio that is not positive, or more elements than an int32 can count.
-
-    >>> plan_layout(100_000, 2.0)
-    SketchLayout(numel=100000, lanes=7, rows=14286, cells=2381)
-    """
-    if numel < 1 or not ratio > 0:
-        raise ValueError(f"a sketch needs at least one element and a ratio > 0, got {numel} elements, ratio {ratio}")
-    if numel > torch.iinfo(torch.int32).max:
-        raise ValueError(f"{numel} elements in one shard are more than an int32 can count; shard over more ranks")
-    lanes = max(count for count in LANES if count == 1 or numel / ratio >= count * MIN_CELLS_PER_LANE)
-    rows = -(-numel // lanes)
-    cells = max(1, math.ceil(rows / (HASH_ROWS * ratio)))
-    return SketchLayout(numel, lanes, rows, cells)
 
 
 @dataclass(frozen=True)

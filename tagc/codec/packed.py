@@ -5,25 +5,10 @@ The message has a fixed size, ``capacity`` values per shard, so that nobody need
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-
-def plan_capacity(numel: int, density: float, slack: float) -> int:
-    """Values in the message of a shard of ``numel`` elements: ``ceil(density * slack * numel)``, at most ``numel``.
-
-    Errors: ``ValueError`` for an empty shard or more elements than an int32 can count.
-
-    >>> plan_capacity(1000, 0.25, 1.1), plan_capacity(1000, 1.0, 1.1), plan_capacity(1, 0.01, 1.0)
-    (275, 1000, 1)
-    """
-    if numel < 1:
-        raise ValueError(f"a packed message needs at least one element, got {numel}")
-    if numel > torch.iinfo(torch.int32).max:
-        raise ValueError(f"{numel} elements in one shard are more than an int32 can count; shard over more ranks")
-    return min(numel, math.ceil(density * slack * numel))
+from tagc.codec.sizes import plan_capacity as plan_capacity
 
 
 def limit_selection(mask: Tensor, capacity: int) -> Tensor:

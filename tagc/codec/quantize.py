@@ -8,23 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.codec.bitmap import bitmap_bytes
-
-BITS = (8, 4, 3, 2)
-
-
-def code_bytes(numel: int, bits: int) -> int:
-    """M, bytes of the codes of ``numel`` elements. Errors: ``ValueError`` unless bits is 8, 4, 3 or 2."""
-    if bits not in BITS:
-        raise ValueError(f"bits={bits} is not supported; choose 8, 4, 3 or 2")
-    return bitmap_bytes(numel * bits)
-
-
-def block_count(numel: int, block: int) -> int:
-    """K, scales of ``numel`` elements. Errors: ``ValueError`` for more elements than an int32 can count."""
-    if numel > torch.iinfo(torch.int32).max:
-        raise ValueError(f"{numel} elements in one shard are more than an int32 can count; shard over more ranks")
-    return -(-numel // block)
+from tagc.codec.sizes import BITS as BITS
+from tagc.codec.sizes import block_count as block_count
+from tagc.codec.sizes import code_bytes as code_bytes
 
 
 def largest_code(bits: int) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-
-import torch
 
 from tagc.config import CompressorConfig
 
@@ -35,9 +35,9 @@ def role_of(name: str) -> str:
     return "other"
 
 
-def is_compressed(name: str, shape: torch.Size, config: CompressorConfig) -> bool:
+def is_compressed(name: str, shape: Sequence[int], config: CompressorConfig) -> bool:
     """Whether ``config.layers`` gives this parameter to the compressor. Small ones always stay dense."""
-    if shape.numel() < config.min_numel:
+    if math.prod(shape) < config.min_numel:
         return False
     if config.layers == "all":
         return True

@@ -18,16 +18,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tagc.codec.bitmap import bitmap_bytes
-from tagc.codec.hashing import HashTable, SketchLayout, build_hash_table, plan_layout
+from tagc.codec.hashing import HashTable, build_hash_table
+from tagc.codec.sizes import SketchLayout, bitmap_bytes, expected_union, fit_layout, plan_layout
 from tagc.compressors.base import BucketSpec, BucketStats, Compressor, Kind, Part, Payload
 from tagc.compressors.residual import OwedResidual
 from tagc.compressors.threshold import draw_sample, estimate_threshold
 from tagc.config import CompressorConfig
 
-HEADROOM = 0.95  # of max_load, so that the union may vary a little from step to step
 HYSTERESIS = 1.2  # a sketch shrinks only if that saves a sixth: a new layout needs new tables
-GRID = 8  # ratios are powers of 2^(1/8), so that few different tables are built
 HASH_SEEDS = 8  # hash tables used in turn, so that no pair of rows collides at every step
 
 
@@ -98,7 +96,7 @@ class Tagc(Compressor):
 
     def _estimate_union(self, density: float) -> float:
         """Expected union of the peers in one shard, if ranks choose independently (an upper bound in practice)."""
-        return (1 - (1 - density) ** (self.spec.ranks - 1)) * self.spec.numel
+        return expected_union(self.spec.numel, density, self.spec.ranks)
 
     def _follow_union(self, peers_union: float) -> None:
         """Shrink or grow the sketch to what the union needs. An overload returns values; room to spare costs bytes."""
@@ -109,8 +107,7 @@ class Tagc(Compressor):
 
     def _fit_layout(self, peers_union: float) -> SketchLayout:
         """The smallest sketch of the grid of ratios that holds the union a little below ``max_load``."""
-        ratio = HEADROOM * self.config.max_load * self.spec.numel / max(1.0, peers_union)
-        return plan_layout(self.spec.numel, 2 ** (math.floor(GRID * math.log2(min(ratio, 64.0))) / GRID))
+        return fit_layout(self.spec.numel, peers_union, self.config.max_load)
 
     def message_bytes(self) -> dict[Kind, int]:
         peers = self.spec.ranks - 1
