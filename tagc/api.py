@@ -160,7 +160,7 @@ class Compression(Stateful):
     @property
     def replica_bytes(self) -> int:
         """Memory that the replicas of the weights take on this rank."""
-        return self.sync.weights.replica_bytes
+        return self.sync.replica_bytes
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """The newest finished optimizer step's numbers: bytes this rank sent by kind, and means over all ranks.

@@ -26,6 +26,8 @@ CELL_HEADERS = (
     "went dense",
 )
 
+MEMORY_PARTS = ("parameter", "gradient", "optimizer", "residual", "replica")
+
 
 def format_saving(line: pd.Series, baseline: str) -> str:
     """The saved share of the baseline's time, with its interval; ``-`` for the baseline itself."""
@@ -106,16 +108,18 @@ def make_memory_sheet(cells: Sequence[Cell]) -> Sheet:
         cell = shared["cell"]
         setting = (cell["model"], str(cell["ranks"]), cell["param_dtype"], "yes" if cell["reshard"] else "no")
         for arm, memory in shared["memory"].items():
-            parts = [memory[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer", "residual")]
+            # Cells that were recorded before there were replicas have none.
+            parts = [memory.get(f"{part}_bytes", 0) for part in MEMORY_PARTS]
             values = [*parts, sum(parts), memory["peak_rss_bytes"]]
             shown = (format_number(value and value / 1e6, ".1f") if value != 0 else "0" for value in values)
             lines.setdefault((*setting, arm), (*setting, arm, *shown))
-    headers = ("model", "ranks", "parameters in", "reshard", "arm", "parameters", "gradients", "optimizer", "residuals")
+    headers = ("model", "ranks", "parameters in", "reshard", "arm")
+    parts_headers = ("parameters", "gradients", "optimizer", "residuals", "replicas")
     note = (
         "MB per rank. State: what the tensors take. Peak: how far the process grew from building the arm to the end of "
         "its first steps, activations and buffers included; the first arm also loads what all share."
     )
-    return Sheet("memory", "Memory", note, (*headers, "state", "peak"), list(lines.values()))
+    return Sheet("memory", "Memory", note, (*headers, *parts_headers, "state", "peak"), list(lines.values()))
 
 
 def make_agreement_sheet(table: pd.DataFrame) -> Sheet:

@@ -86,7 +86,9 @@ def make_units(workload: Workload, compute_ms: float, codec: CodecTimes, slowdow
                 decode_ms=codec.decode_ns_per_element * decoded * growth * slowdown / 1e6,
                 gather_bytes=traffic.gather_bytes,
                 gradient_bytes=traffic.gradient_bytes,
-                is_gathered_again=traffic.name.startswith("blocks") and config.trainer.reshard_after_forward,
+                is_gathered_again=traffic.name.startswith("blocks")
+                and config.trainer.reshard_after_forward
+                and not traffic.is_gathered_once,
             )
         )
     return units

@@ -27,22 +27,39 @@ from tagc.model.init import materialize
 from tagc.train.optimizer import build_optimizer
 from tagc.train.trainer import Trainer
 
+_ZEROPP = ("compressor=int4", "compressor.error_feedback=false", "weights=int8", "weights.block=8000")
+#: arms that are more than a compressor's name. ``zeropp``: qwZ (8-bit weights in every gather, blocks as in DeepSpeed)
+#: and qgZ (4-bit gradients, no error feedback), one hop, as a flat network has no nodes. ``zeropp_hpz``: besides, hpZ
+#: with a rank as a node, which keeps what forward gathered. ``sdp4bit``: 4-bit weight differences in groups of 2048
+#: and 4-bit gradients in groups of 128 without error feedback, but without the Hadamard transform of the gradients,
+#: which changes no byte.
+RECIPES = {
+    "int4_delta4": ("compressor=int4", "weights=delta4"),
+    "zeropp": _ZEROPP,
+    "zeropp_hpz": (*_ZEROPP, "trainer.reshard_after_forward=false"),
+    "sdp4bit": (
+        *("compressor=int4", "compressor.error_feedback=false", "compressor.block=128"),
+        *("weights=delta4", "weights.block=2048"),
+    ),
+}
 POWERSGD_RANKS = {"powersgd1": 1, "powersgd4": 4}
 #: torch's own communication: FSDP2 without our hooks; DDP, plain and with torch's PowerSGD
 OTHER_TRANSPORT = ("fsdp_gloo", "ddp", *POWERSGD_RANKS)
-ARMS = (*COMPRESSORS, *OTHER_TRANSPORT)
+#: what this project's exchange carries, and counts
+OWN_TRANSPORT = (*COMPRESSORS, *RECIPES)
+ARMS = (*OWN_TRANSPORT, *OTHER_TRANSPORT)
 
 
 def arm_overrides(arm: str) -> list[str]:
     """Hydra overrides that choose the arm. Errors: ``UserError`` for an unknown name."""
     if arm not in ARMS:
         raise UserError(f"arm {arm} is unknown; legal: {', '.join(ARMS)}")
-    return [f"compressor={arm if arm in COMPRESSORS else 'fsdp'}"]
+    return list(RECIPES.get(arm, (f"compressor={arm if arm in COMPRESSORS else 'fsdp'}",)))
 
 
 def build_trainer(arm: str, config: Config, data: DataInfo, device: torch.device, kernels: ModuleType) -> Trainer:
     """The arm's trainer on this rank; all ranks must build their arms in the same order."""
-    if arm in COMPRESSORS:
+    if arm in OWN_TRANSPORT:
         return Trainer(config, data, device, kernels)
     if arm == "fsdp_gloo":
         return OwnCollectivesTrainer(config, data, device, kernels)
@@ -55,7 +72,7 @@ class TorchSync:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self.buckets: list[Any] = []
-        self.residual_bytes = 0
+        self.residual_bytes = self.replica_bytes = 0
 
     def begin_step(self, step: int) -> None:
         """Nothing to prepare."""
@@ -136,7 +153,7 @@ class DdpTrainer(OwnCollectivesTrainer):
 
 
 def count_state_bytes(trainer: Trainer) -> dict[str, int]:
-    """What this rank holds between steps, in bytes: parameters, their gradients, optimizer state, residuals.
+    """What this rank holds between steps, in bytes: parameters, their gradients, optimizer state, residuals, replicas.
 
     Gradients count at their parameters' size: they exist from backward to the optimizer step.
     """
@@ -152,6 +169,7 @@ def count_state_bytes(trainer: Trainer) -> dict[str, int]:
         "gradient_bytes": parameter_bytes,
         "optimizer_bytes": sum(_local_bytes(value) for value in states if isinstance(value, Tensor)),
         "residual_bytes": residual_bytes,
+        "replica_bytes": trainer.sync.replica_bytes,
     }
 
 

@@ -15,9 +15,8 @@ from functools import cache
 
 import torch
 
-from experiments.iteration_time.arms import POWERSGD_RANKS
+from experiments.iteration_time.arms import OWN_TRANSPORT, POWERSGD_RANKS
 from experiments.iteration_time.plan import Cell, compose_config, load_plan, parse_link, select_cells
-from tagc.config import COMPRESSORS
 from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.model.gpt import GPT, flops_per_token, parameter_count
 from tagc.network import Link
@@ -45,20 +44,23 @@ def _plan_setting(cell: Cell, arm: str) -> list[UnitTraffic]:
     return plan_traffic(compose_config(cell, arm), plan_units(model), cell.ranks)
 
 
-def gather_bytes(cell: Cell) -> int:
-    """Parameter bytes that a rank sends per step in FSDP's all-gathers.
+def gather_bytes(cell: Cell, arm: str) -> int:
+    """Parameter bytes that a rank sends per step in FSDP's all-gathers; of replicas without the first, dense round.
 
     Forward gathers every unit, backward again the blocks: the head is still gathered, the embedding's gradient needs no
     table, and the root (positions) never leaves memory in between.
     """
-    twice = "blocks" if cell.reshard else ()
-    return sum(unit.gather_bytes * (2 if unit.name.startswith(twice) else 1) for unit in _plan_traffic(cell, "fsdp"))
+    twice = "blocks" if compose_config(cell, arm).trainer.reshard_after_forward else ()
+    return sum(
+        unit.gather_bytes * (2 if unit.name.startswith(twice) and not unit.is_gathered_once else 1)
+        for unit in _plan_traffic(cell, arm)
+    )
 
 
 def sent_bytes(cell: Cell, arm: str) -> int:
     """Bytes that a rank sends per step. Of DDP: a ring all-reduce of all gradients (a bandwidth-optimal one)."""
-    if arm in COMPRESSORS:
-        return gather_bytes(cell) + sum(unit.gradient_bytes for unit in _plan_traffic(cell, arm))
+    if arm in OWN_TRANSPORT:
+        return gather_bytes(cell, arm) + sum(unit.gradient_bytes for unit in _plan_traffic(cell, arm))
     if arm == "fsdp_gloo":
         return sent_bytes(cell, "fsdp")
     model = _meta_model(cell)
@@ -115,13 +117,13 @@ def main() -> None:
         if cell.setting in seen:
             continue
         seen.add(cell.setting)
-        gathered, baseline = gather_bytes(cell), sent_bytes(cell, "fsdp")
+        gathered, baseline = gather_bytes(cell, "fsdp"), sent_bytes(cell, "fsdp")
         sys.stdout.write(
             f"{cell.setting}: parameters {gathered / 1e6:.2f} MB of {baseline / 1e6:.2f} MB per rank and step\n"
         )
         for arm in cell.arms:
             nbytes = sent_bytes(cell, arm)
-            sys.stdout.write(f"  {arm:<10} {nbytes / 1e6:>9.2f} MB  saves {1 - nbytes / baseline:>6.1%} of the bytes\n")
+            sys.stdout.write(f"  {arm:<11} {nbytes / 1e6:>9.2f} MB  saves {1 - nbytes / baseline:>6.1%} of the bytes\n")
 
 
 if __name__ == "__main__":

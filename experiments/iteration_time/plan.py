@@ -131,7 +131,6 @@ def compose_config(cell: Cell, arm: str) -> Config:
     """The run that ``python run.py`` with these overrides would make, link uncapped: the harness sets the rate."""
     overrides = [
         *cell.overrides,
-        *arm_overrides(arm),
         f"network={cell.network}",
         *([f"network.reference_gpu={gpu}"] if (gpu := parse_link(cell.link).gpu) else []),
         "bandwidth=unlimited",
@@ -140,6 +139,7 @@ def compose_config(cell: Cell, arm: str) -> Config:
         f"trainer.param_dtype={cell.param_dtype}",
         f"trainer.reshard_after_forward={str(cell.reshard).lower()}",
         f"trainer.max_steps={cell.steps}",
+        *arm_overrides(arm),  # last: an arm may set what the cell sets
     ]
     return _compose(tuple(overrides))
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experiments.iteration_time.arms import build_trainer, count_state_bytes
+from experiments.iteration_time.arms import OWN_TRANSPORT, build_trainer, count_state_bytes
 from experiments.iteration_time.link import Calibration, Rate, describe_link, resolve_rate
 from experiments.iteration_time.memory import PeakMemory
 from experiments.iteration_time.plan import Cell, parse_link
-from tagc.config import COMPRESSORS, Config
+from tagc.config import Config
 from tagc.data import DataInfo
 from tagc.errors import UserError
 from tagc.host.files import write_text_atomic
@@ -139,6 +139,6 @@ class _Bench:
         write_text_atomic(self._run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def _expected_gradient_bytes(self, arm: str) -> int | None:
-        if arm not in COMPRESSORS:
+        if arm not in OWN_TRANSPORT:
             return None
         return sum(self._trainers[arm].sync.expected_bytes(self._steps_done[arm]).values())

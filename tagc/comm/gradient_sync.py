@@ -180,6 +180,11 @@ class GradientSync:
         """Memory that the residuals take on this rank."""
         return sum(slot.compressor.residual_bytes for slot in self._slots())
 
+    @property
+    def replica_bytes(self) -> int:
+        """Memory that the replicas of the weights take on this rank."""
+        return self.weights.replica_bytes
+
     def residuals(self) -> dict[str, Tensor]:
         """This rank's residual by parameter name: float32 [W, padded shard elements]."""
         return {name: view for slot in self._slots() for name, view in slot.compressor.residuals().items()}

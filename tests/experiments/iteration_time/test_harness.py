@@ -110,6 +110,22 @@ def step_all(rank: int, cell, arms: list[str]) -> dict:
     return results
 
 
+def test_recipes_send_the_bytes_of_the_closed_form(tmp_path):
+    arms = ["fsdp", "int4_delta4", "zeropp", "zeropp_hpz", "sdp4bit"]
+    (cell,) = load_plan("namespaces", make_plan(tmp_path, arms))
+    cell = replace(cell, network="paced")
+    results = run_ranks(step_all, 2, cell, arms)[0]
+    sent = {arm: sent_bytes(cell, arm) for arm in arms}
+    for arm in arms:
+        losses, state, row = results[arm]
+        assert row["grad_wire_bytes"] + row["param_wire_bytes"] == sent[arm], arm
+        assert losses == pytest.approx(results["fsdp"][0], rel=0.02), arm
+        assert (state["replica_bytes"] > 0) == (arm in ("int4_delta4", "sdp4bit")), arm
+    assert max(sent["sdp4bit"], sent["int4_delta4"]) < sent["zeropp_hpz"] < sent["zeropp"] < sent["fsdp"] / 2
+    assert results["int4_delta4"][1]["residual_bytes"] > 0
+    assert compose_config(cell, "zeropp_hpz").trainer.reshard_after_forward is False
+
+
 def test_torchs_own_methods_train_the_same_model_on_the_same_batches(tmp_path):
     arms = ["fsdp", "fsdp_gloo", "ddp", "powersgd1"]
     (cell,) = load_plan("namespaces", make_plan(tmp_path, arms))
