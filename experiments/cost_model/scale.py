@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments.cost_model.inputs import CodecTimes, build_workload, make_units
 from experiments.cost_model.measure import load_measured
 from experiments.cost_model.validate import measured_codec, measured_compute_ms, nano
 from experiments.rows import make_parser, write_rows
@@ -27,6 +26,7 @@ from tagc.cli.entry import compose_config
 from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.network.calibration import reference_compute_s, resolve_dilation
 from tagc.predict.cost_model import LinkCost, UnitCost, predict_iteration_ms
+from tagc.predict.inputs import CodecTimes, build_workload, make_units
 
 FOLDER = Path(__file__).parent
 ARMS = ("noop", "fsdp", "bf16", "tagc", "tagc2", "packed", "int8")

@@ -23,12 +23,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments.cost_model.inputs import CodecTimes, Workload, build_workload, make_units
 from experiments.cost_model.measure import KEYS, MEASURED, load_measured
 from experiments.rows import write_rows
 from tagc.cli.entry import compose_config
 from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.predict.cost_model import LinkCost, UnitCost, predict_iteration_ms
+from tagc.predict.inputs import CodecTimes, Workload, build_workload, make_units
 
 VALIDATION = Path(__file__).parent / "validation.csv"
 FROM_README = Path(__file__).parent / "measured_readme.csv"  # an earlier table of the README, 55 timed steps a row

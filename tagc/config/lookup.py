@@ -29,6 +29,17 @@ class Key:
         return self.name.rpartition(".")[0]
 
 
+def load_option(section: str, name: str) -> dict[str, Any]:
+    """What ``conf/<section>/<name>.yaml`` sets, and its name. Errors: ``UserError`` naming the options there are."""
+    import yaml  # here: the schema itself must load where only torch, numpy and numba are installed
+
+    path = CONF_DIR / section / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(option.stem for option in path.parent.glob("*.yaml")))
+        raise UserError(f"{section}={name} is not known; choose one of {known}")
+    return {**(yaml.safe_load(path.read_text(encoding="utf-8")) or {}), "name": name}
+
+
 def _default_of(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 

@@ -47,6 +47,13 @@ class UnitCost:
     gather_bytes: int
     gradient_bytes: int
     is_gathered_again: bool  # for backward
+    is_gathered_once: bool = False  # in a step, whatever its micro-batches: a replica spares the others
+
+    def gathers(self, micro_steps: int, keeps_gathered: bool) -> int:
+        """How often a step gathers it."""
+        if keeps_gathered or self.is_gathered_once:
+            return 1
+        return micro_steps * (2 if self.is_gathered_again else 1)
 
 
 @dataclass(frozen=True)
@@ -132,9 +139,9 @@ def predict_iteration_ms(
 
     for micro_step in range(micro_steps):
         for unit in units:
-            run_pass(unit, unit.forward_ms, micro_step == 0 or not keeps_gathered)
+            run_pass(unit, unit.forward_ms, micro_step == 0 or not (keeps_gathered or unit.is_gathered_once))
         for unit in reversed(units):
-            run_pass(unit, unit.backward_ms, unit.is_gathered_again and not keeps_gathered)
+            run_pass(unit, unit.backward_ms, unit.is_gathered_again and not (keeps_gathered or unit.is_gathered_once))
             if micro_step == micro_steps - 1:
                 actor = reducer if overlap else main
                 actor.append(_Op("processor", unit.encode_ms, needs=f"pass {passes - 1}"))

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from experiments.cost_model.inputs import CodecTimes, build_workload, compute_shares, make_units
 from experiments.cost_model.scale import find_last
 from tagc.cli.entry import compose_config
+from tagc.predict.inputs import CodecTimes, build_workload, compute_shares, make_units
 
 VOCAB = 4096
 

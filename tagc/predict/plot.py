@@ -1,0 +1,57 @@
+"""Modelled time of an iteration against the bandwidth, with the bandwidths up to which methods beat ``fsdp``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+
+from tagc.errors import UserError
+from tagc.network.link import format_rate
+from tagc.predict.answer import BASELINE, Plan, find_last
+
+LINES, MARKERS = ("-", "--", "-.", ":"), "osD^v<>PX*hpd"
+SMALLEST_GAIN = 1e-3  # that counts as faster
+
+
+def draw(path: Path, plans: Sequence[Plan]) -> None:
+    """Write the figure, in the format that the file's name ends in. The asked bandwidth is a vertical line.
+
+    Errors: ``UserError`` if matplotlib is not installed or does not know the format.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"--plot {path} needs matplotlib: pip install 'tagc[analysis]'") from None
+    question = plans[0].question
+    centre = min(max(question.rate_mbps, 100.0), 1e5)
+    rates = [centre * 10 ** (i / 4) for i in range(-6, 7)]
+    baseline_ms = cache(next(plan for plan in plans if plan.method == BASELINE).predict_ms)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for plan, line, marker in zip(plans, cycle(LINES), cycle(MARKERS), strict=False):
+        times = cache(plan.predict_ms)
+        label = plan.method
+        if plan.method != BASELINE:
+            last = find_last(lambda rate, t=times: t(rate) < (1 - SMALLEST_GAIN) * baseline_ms(rate), rates[0], 3)
+            if last is not None and math.isfinite(last):
+                label += f" (faster up to {format_rate(last)})"
+                axes.plot([last], [times(last)], marker="o", markersize=11, fillstyle="none", color="black")
+            else:
+                label += " (nowhere faster)" if last is None else " (faster throughout)"
+        axes.plot(rates, [times(rate) for rate in rates], linestyle=line, marker=marker, markersize=4, label=label)
+    if math.isfinite(question.rate_mbps):
+        axes.axvline(question.rate_mbps, color="grey", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="Mbit/s of a node's link", ylabel="ms per iteration, modelled")
+    axes.set_title(
+        f"{question.model.name}, {question.ranks} ranks, {question.gpu}, {question.dtype}: MODELLED. "
+        f"Rings: where a method stops beating {BASELINE}",
+        fontsize=9,
+    )
+    axes.legend(fontsize=7)
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise UserError(f"--plot {path}: {error}") from None
