@@ -63,6 +63,7 @@ wandb-dashboard: $(STAMP)  ## save the dashboard as a view of the W&B project (A
 
 report: $(STAMP) results  ## every committed table, and a page with all figures in report/, from the recorded rows
 	$(BIN)/python -m experiments.iteration_time.table > /dev/null
+	$(BIN)/python -m experiments.cost_model.evidence
 	$(BIN)/python -m analysis.report experiments -o report $(ARGS)
 
 results: $(STAMP)  ## the answer in README.md and docs/results.md, from the recorded rows

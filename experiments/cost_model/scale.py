@@ -12,8 +12,7 @@ baseline by at least 0.1 %).
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from experiments.rows import make_parser, write_rows
 from tagc.cli.entry import compose_config
 from tagc.host.pipe import closed_pipe_ends_quietly
 from tagc.network.calibration import reference_compute_s, resolve_dilation
+from tagc.predict.answer import find_last
 from tagc.predict.cost_model import LinkCost, UnitCost, predict_iteration_ms
 from tagc.predict.inputs import CodecTimes, build_workload, make_units
 
@@ -91,19 +91,6 @@ def load_codec(arm: str, gpu: str) -> tuple[CodecTimes, float]:
     network = replace(workload.config.network, reference_gpu=gpu)
     config = replace(workload.config, network=network)
     return measured_codec(rows, arm), resolve_dilation(measured_compute_ms(rows) / 1e3, workload.flops_per_step, config)
-
-
-def find_last(wins: Callable[[float], bool]) -> float | None:
-    """The end of the last stretch of bandwidths, in Gbit/s, on which ``wins`` holds; three digits."""
-    grid = [10 ** (i / 4) for i in range(-8, 13)]  # 0.01 to 1,000 Gbit/s
-    last = max((i for i, rate in enumerate(grid) if wins(rate)), default=None)
-    if last is None or last == len(grid) - 1:
-        return None if last is None else math.inf
-    low, high = grid[last], grid[last + 1]
-    for _ in range(7):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if wins(middle) else (low, middle)
-    return float(f"{low:.3g}")
 
 
 def rows_of(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:

@@ -31,8 +31,10 @@ class Key:
 
 def load_option(section: str, name: str) -> dict[str, Any]:
     """What ``conf/<section>/<name>.yaml`` sets, and its name. Errors: ``UserError`` naming the options there are."""
-    import yaml  # here: the schema itself must load where only torch, numpy and numba are installed
-
+    try:
+        import yaml  # here: the schema itself must load where only torch, numpy and numba are installed
+    except ImportError:
+        raise UserError(f"{section}={name} is read from conf/, which needs PyYAML: pip install 'tagc[lab]'") from None
     path = CONF_DIR / section / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(option.stem for option in path.parent.glob("*.yaml")))

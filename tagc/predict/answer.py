@@ -32,6 +32,7 @@ METHODS = (  # asked for by default; lhc's bytes depend on zeros in the gradient
 )
 STATE_BYTES = 16  # of an element of a rank's shard: fp32 parameter and gradient, AdamW's two moments
 GPU_MESSAGE_MS = 0.01  # assumed, as in experiments/cost_model/scale.py
+MOST_MICRO_BATCHES = 256
 ACCEPTED_LOSS = 0.01  # the most that a recommended method may cost
 
 
@@ -59,6 +60,10 @@ class Question:
         for name in ("ranks_per_node", "accumulation", "micro_batch", "vocab_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} is not legal; set 1 or more")
+        if self.accumulation > MOST_MICRO_BATCHES:
+            raise UserError(
+                f"accumulation={self.accumulation} is too many to play through; set {MOST_MICRO_BATCHES} or fewer"
+            )
         if self.ranks % self.ranks_per_node:
             raise UserError(f"ranks={self.ranks} is not a multiple of ranks_per_node={self.ranks_per_node}; set one")
         if not self.rate_mbps > 0:

@@ -13,13 +13,14 @@ from tagc.network.link import format_rate
 from tagc.predict.answer import BASELINE, Plan, find_last
 
 LINES, MARKERS = ("-", "--", "-.", ":"), "osD^v<>PX*hpd"
+DECADES = 3  # of bandwidth
 SMALLEST_GAIN = 1e-3  # that counts as faster
 
 
 def draw(path: Path, plans: Sequence[Plan]) -> None:
     """Write the figure, in the format that the file's name ends in. The asked bandwidth is a vertical line.
 
-    Errors: ``UserError`` if matplotlib is not installed or does not know the format.
+    Errors: ``UserError`` if matplotlib is not installed, does not know the format or cannot write the file.
     """
     try:
         from matplotlib.figure import Figure
@@ -27,21 +28,27 @@ def draw(path: Path, plans: Sequence[Plan]) -> None:
         raise UserError(f"--plot {path} needs matplotlib: pip install 'tagc[analysis]'") from None
     question = plans[0].question
     centre = min(max(question.rate_mbps, 100.0), 1e5)
-    rates = [centre * 10 ** (i / 4) for i in range(-6, 7)]
-    baseline_ms = cache(next(plan for plan in plans if plan.method == BASELINE).predict_ms)
+    rates = [centre * 10**-1.5 * 10 ** (i / 4) for i in range(4 * DECADES + 1)]  # find_last's, so that all are cached
+    predict_ms = cache(Plan.predict_ms)
+    baseline = next(plan for plan in plans if plan.method == BASELINE)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for plan, line, marker in zip(plans, cycle(LINES), cycle(MARKERS), strict=False):
-        times = cache(plan.predict_ms)
         label = plan.method
         if plan.method != BASELINE:
-            last = find_last(lambda rate, t=times: t(rate) < (1 - SMALLEST_GAIN) * baseline_ms(rate), rates[0], 3)
+
+            def wins(rate: float, plan: Plan = plan) -> bool:
+                return predict_ms(plan, rate) < (1 - SMALLEST_GAIN) * predict_ms(baseline, rate)
+
+            last = find_last(wins, rates[0], DECADES)
             if last is not None and math.isfinite(last):
                 label += f" (faster up to {format_rate(last)})"
-                axes.plot([last], [times(last)], marker="o", markersize=11, fillstyle="none", color="black")
+                axes.plot([last], [predict_ms(plan, last)], marker="o", markersize=11, fillstyle="none", color="black")
             else:
                 label += " (nowhere faster)" if last is None else " (faster throughout)"
-        axes.plot(rates, [times(rate) for rate in rates], linestyle=line, marker=marker, markersize=4, label=label)
+        axes.plot(
+            rates, [predict_ms(plan, rate) for rate in rates], linestyle=line, marker=marker, markersize=4, label=label
+        )
     if math.isfinite(question.rate_mbps):
         axes.axvline(question.rate_mbps, color="grey", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="Mbit/s of a node's link", ylabel="ms per iteration, modelled")
@@ -53,5 +60,5 @@ def draw(path: Path, plans: Sequence[Plan]) -> None:
     axes.legend(fontsize=7)
     try:
         figure.savefig(path)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UserError(f"--plot {path}: {error}") from None

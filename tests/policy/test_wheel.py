@@ -28,3 +28,6 @@ def test_a_wheel_composes_a_run_outside_the_checkout(tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert places.stdout.split() == [str(site / "tagc" / "__init__.py"), str(site / "tagc" / "conf")]
+    command = [sys.executable, "-m", "tagc.predict", "model=nano"]
+    predicted = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "int8" in predicted.stdout, predicted.stderr

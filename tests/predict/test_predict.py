@@ -132,6 +132,7 @@ def test_the_command_does_not_wait_for_torch() -> None:
         ("ranks=1", "ranks=1 exchange nothing"),
         ("ranks=6 ranks_per_node=4", "ranks=6 is not a multiple of ranks_per_node=4"),
         ("accumulation=0", "accumulation=0 is not legal"),
+        ("accumulation=1000", "accumulation=1000 is too many"),
         ("dtype=fp8", "trainer.param_dtype=fp8 is out of range"),
         ("layers=2", "both --layers and --width"),
         ("layers=-1 width=64", "model.layers=-1 is out of range"),
@@ -141,6 +142,7 @@ def test_the_command_does_not_wait_for_torch() -> None:
         ("methods=zip", "compressor=zip is not known"),
         ("layers=1 width=65536 vocab=65536 methods=packed", "shard over more ranks"),
         ("--csv /no/such/folder/x.csv", "cannot be written"),
+        ("model=nano --plot time.nothing", "--plot time.nothing"),
     ],
 )
 def test_bad_input_is_named(words: str, message: str) -> None:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from experiments.cost_model.scale import find_last
 from tagc.cli.entry import compose_config
+from tagc.predict.answer import find_last
 from tagc.predict.inputs import CodecTimes, build_workload, compute_shares, make_units
 
 VOCAB = 4096
