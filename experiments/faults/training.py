@@ -15,6 +15,17 @@ from tagc.train.checkpoint_files import list_checkpoints, read_info
 ROOT = Path(__file__).parents[2]
 
 
+def find_ranks(launcher: int) -> list[int]:
+    """The processes of a launcher's ranks on a CPU: the children of its fork server, in the order of their start."""
+    servers = [pid for pid in _children(launcher) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return sorted(pid for server in servers for pid in _children(server))
+
+
+def _children(process: int) -> list[int]:
+    threads = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(pid) for path in threads for pid in path.read_text().split()]
+
+
 class Run:
     """One run folder and the command that fills it; ``output`` takes what it prints. As a context: ends with it."""
 
@@ -60,9 +71,7 @@ class Run:
 
     def find_ranks(self) -> list[int]:
         """Processes of the ranks that live."""
-        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")  # the ranks are children of a thread
-        children = [pid for path in threads for pid in path.read_text().split()]
-        ranks = sorted(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        ranks = find_ranks(self.process.pid)
         self._seen_ranks.update(ranks)
         return ranks
 

@@ -21,6 +21,7 @@ from tagc.launch.failures import find_root_cause
 from tagc.launch.interrupts import SHUTDOWN_S, Inbox, RunInterrupted, await_ranks
 from tagc.launch.job import Job
 from tagc.launch.rank import run_rank
+from tagc.launch.rank_server import start_server
 
 
 def run_ranks(job: Job, inbox: Inbox) -> int | None:
@@ -46,6 +47,8 @@ def run_ranks(job: Job, inbox: Inbox) -> int | None:
             failure.append(error)
 
     with _rank_environment(job):
+        if job.device != "cuda":
+            start_server()
         elastic = threading.Thread(target=start_and_join, name="elastic", daemon=True)
         elastic.start()
         stopped_by = await_ranks(elastic, inbox, job.report_dir, job.config.cluster.grace_s)
@@ -111,7 +114,7 @@ def configure_agent(job: Job) -> Any:
         # Elastic counts restarts on each node for itself, and the counts would part: the attempts' folders, groups and
         # micro-batches would no longer fit each other.
         max_restarts=cluster.max_restarts if alone else 0,
-        start_method="spawn",
+        start_method="spawn" if job.device == "cuda" else "forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=job.report_dir),
         shutdown_timeout=int(SHUTDOWN_S),
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from tagc.host.signals import SIGNALS, stop_file
+from tagc.launch.rank_server import find_ranks
 
 SHUTDOWN_S = 5.0  # ranks that ignore SIGTERM for this long are killed
 _POLL_S = 0.1
@@ -158,10 +159,7 @@ def _announce(phase: str) -> None:
 def _send(signum: int, elastic: threading.Thread) -> list[int]:
     """Send a signal to the processes that ``elastic`` started; returns those that live."""
     try:
-        listed = Path(f"/proc/self/task/{elastic.native_id}/children").read_text().split()
-        pids = [
-            int(pid) for pid in listed if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        ]
+        pids = find_ranks(elastic.native_id)
     except OSError:  # a rank, or the thread, has just ended; or this is not Linux
         pids = [process.pid for process in multiprocessing.active_children() if process.pid]
     for pid in pids:

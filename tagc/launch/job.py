@@ -9,6 +9,7 @@ from typing import Any
 
 from tagc.config import Config
 from tagc.launch.nodes import Nodes
+from tagc.launch.rank_server import changed_environment
 
 Worker = Callable[[Config, Any, str], None]  # (config, data, run folder), runs in every rank
 
@@ -24,6 +25,8 @@ class Job:
     report_dir: where ranks write their errors; empty until the folder exists.
     data: what :func:`tagc.data.prepare` returned.
     network: environment variables that the ranks need to enter their network.
+    device: ``cpu`` or ``cuda``, once it is found out.
+    environment: what ranks set, or remove (None), when the process that forked them has another environment.
     """
 
     config: Config
@@ -33,6 +36,8 @@ class Job:
     report_dir: str = ""
     data: Any = None
     network: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    environment: dict[str, str | None] = field(default_factory=dict)
 
     def with_(self, **changes: Any) -> Job:
         """A copy with some fields replaced."""
@@ -40,4 +45,4 @@ class Job:
 
     def for_ranks(self) -> Job:
         """The copy that is pickled for the ranks: without the connection to the other nodes' launchers."""
-        return replace(self, nodes=replace(self.nodes, store=None))
+        return replace(self, nodes=replace(self.nodes, store=None), environment=changed_environment())

@@ -99,4 +99,4 @@ def _start_here(job: Job, inbox: Inbox) -> int | None:
     if job.nodes.index == 0:
         job.nodes.announce(run_dir=str(job.run_dir), report_dir=job.report_dir)
     with open_network(job.config, device) as (config, network), inbox.collect():
-        return run_ranks(job.with_(config=config, network=network), inbox)
+        return run_ranks(job.with_(config=config, device=device, network=network), inbox)

@@ -11,12 +11,14 @@ import sys
 from tagc.launch.attempts import begin_attempt
 from tagc.launch.failures import record_exception
 from tagc.launch.job import Job, Worker
+from tagc.launch.rank_server import enter_rank
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_rank(job: Job) -> None:
     """Entry of every rank process; torch elastic has set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_* and the attempt."""
+    enter_rank(job.environment)
     _die_with_launcher()
     attempt = begin_attempt(job.report_dir, job.config)
     if attempt.is_pointless:
@@ -44,11 +46,12 @@ def _default_worker() -> Worker:
 def _die_with_launcher() -> None:
     """Have the kernel kill this rank when the launcher dies in a way that leaves it no time to do so (Linux).
 
-    The signal comes when the *thread* that started the rank ends; that is the one that waits for the ranks.
+    The signal comes when the *thread* that started the rank ends: the one that waits for spawned ranks, or the server,
+    which ends with the launcher.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = multiprocessing.parent_process()
-    if launcher is not None and os.getppid() != launcher.pid:  # it died before the line above
+    if launcher is not None and not launcher.is_alive():  # it died before the line above
         os.kill(os.getpid(), signal.SIGKILL)

@@ -42,7 +42,7 @@ def live_table(points: Sequence[Point], sweep_dir: Path) -> Iterator[bool]:
         return
     from rich.live import Live
 
-    from tagc.launch import shield_resource_tracker
+    from tagc.launch import shield_resource_tracker, stop_server
     from tagc.record.console import QUIET_VARIABLE
 
     sys.stdout.flush()
@@ -63,6 +63,7 @@ def live_table(points: Sequence[Point], sweep_dir: Path) -> Iterator[bool]:
             stack.enter_context(live)
             stack.enter_context(_divert(1, console))
             stack.enter_context(_divert(2, console))
+            stack.callback(stop_server)  # it would keep the pipes open
         os.environ[QUIET_VARIABLE] = "1"
         stack.callback(os.environ.pop, QUIET_VARIABLE)
         yield True

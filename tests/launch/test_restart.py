@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from experiments.faults.training import find_ranks
 from tagc.train.checkpoint_files import list_checkpoints, read_info
 from tests.comm.harness import VOCAB
 from tests.record.wandb.offline_log import history_of, read_log
@@ -47,14 +48,6 @@ def _wait_for(run: subprocess.Popen[str], condition: Callable[[], Any], timeout_
     raise TimeoutError(run.communicate() if run.poll() is not None else "nothing happened")
 
 
-def _find_rank(run: subprocess.Popen[str], rank: int) -> int:
-    """The process of a rank; the launcher's other child is multiprocessing's resource tracker."""
-    threads = Path(f"/proc/{run.pid}/task").glob("*/children")  # the ranks are children of a thread
-    children = [pid for path in threads for pid in path.read_text().split()]
-    ranks = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return sorted(ranks)[rank]
-
-
 def test_a_killed_rank_costs_no_step_and_sigusr1_leaves_a_checkpoint(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     run_dir = tmp_path / "run"
@@ -62,7 +55,7 @@ def test_a_killed_rank_costs_no_step_and_sigusr1_leaves_a_checkpoint(tmp_path: P
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         _wait_for(run, lambda: list_checkpoints(run_dir) and len(_load_rows(run_dir)) > 7)
-        os.kill(_find_rank(run, 1), signal.SIGKILL)
+        os.kill(find_ranks(run.pid)[1], signal.SIGKILL)
         before = _wait_for(run, lambda: _load_rows(run_dir))
         layers_before = _load_rows(run_dir, "layers.jsonl")
         _wait_for(run, lambda: "restart 1 of" in (run_dir / "log.txt").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -71,7 +72,9 @@ def kill_rank_1(config: Config, data: Any, run_dir: str) -> None:
 
 def fail_while_the_launcher_is_stopped(config: Config, data: Any, run_dir: str) -> None:
     """SIGTERM reaches the launcher just before the only rank fails and leaves a summary that says so."""
-    os.kill(os.getppid(), signal.SIGTERM)
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None and launcher.pid is not None
+    os.kill(launcher.pid, signal.SIGTERM)
     Path(run_dir, "summary.json").write_text('{"status": "failed"}')
     os._exit(1)
 
