@@ -136,7 +136,7 @@ def format_answer(question: Question, plans: Sequence[Plan], rows: Sequence[Pred
     ]
     for row in rows:
         loss = "not measured" if row.loss is None else f"{row.loss}, {row.loss.setting}"
-        dense = f"; {row.dense_frac:.0%} of the elements go dense" if row.dense_frac else ""
+        dense = f"; {row.dense_frac:.0%} of the elements go dense here" if row.dense_frac else ""
         name = row.method + ("" if row.method in errors["methods"] else "*")
         lines.append(
             f"{name:<12} {row.gradient_bytes / 1e6:>11.4g} + {row.weight_bytes / 1e6:<8.4g}  "
