@@ -19,6 +19,11 @@ SCALE_BYTES = 2  # of a difference's block: bfloat16
 MAX_NUMEL = 2**31 - 1  # positions are int32
 
 
+def _check_countable(numel: int) -> None:
+    if numel > MAX_NUMEL:
+        raise ValueError(f"{numel} elements in one shard are more than an int32 can count; shard over more ranks")
+
+
 def bitmap_bytes(numel: int) -> int:
     """Bytes of the index of ``numel`` elements."""
     return (numel + 7) // 8
@@ -50,8 +55,7 @@ def plan_layout(numel: int, ratio: float) -> SketchLayout:
     """
     if numel < 1 or not ratio > 0:
         raise ValueError(f"a sketch needs at least one element and a ratio > 0, got {numel} elements, ratio {ratio}")
-    if numel > MAX_NUMEL:
-        raise ValueError(f"{numel} elements in one shard are more than an int32 can count; shard over more ranks")
+    _check_countable(numel)
     lanes = max(count for count in LANES if count == 1 or numel / ratio >= count * MIN_CELLS_PER_LANE)
     rows = -(-numel // lanes)
     cells = max(1, math.ceil(rows / (HASH_ROWS * ratio)))
@@ -81,8 +85,7 @@ def plan_capacity(numel: int, density: float, slack: float) -> int:
     """
     if numel < 1:
         raise ValueError(f"a packed message needs at least one element, got {numel}")
-    if numel > MAX_NUMEL:
-        raise ValueError(f"{numel} elements in one shard are more than an int32 can count; shard over more ranks")
+    _check_countable(numel)
     return min(numel, math.ceil(density * slack * numel))
 
 
@@ -95,8 +98,7 @@ def code_bytes(numel: int, bits: int) -> int:
 
 def block_count(numel: int, block: int) -> int:
     """K, scales of ``numel`` elements. Errors: ``ValueError`` for more elements than an int32 can count."""
-    if numel > MAX_NUMEL:
-        raise ValueError(f"{numel} elements in one shard are more than an int32 can count; shard over more ranks")
+    _check_countable(numel)
     return -(-numel // block)
 
 

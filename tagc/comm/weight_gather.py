@@ -27,7 +27,6 @@ from tagc.comm.stopwatch import Stopwatch
 from tagc.config import WeightsConfig
 from tagc.errors import UserError
 
-BITS = {"int8": 8, "delta8": 8, "delta4": 4, "delta3": 3, "delta2": 2}
 HASH_EVERY = 100  # steps between comparisons of the replicas over the ranks
 _CHUNK = 1 << 20
 _HASH_MODULUS = (1 << 31) - 1  # a float64 holds sums of these exactly
@@ -63,7 +62,7 @@ class UnitGather(AllGather):
         self.unit, self.config = unit, config
         self._exchange, self._stopwatch, self._kernels = exchange, stopwatch, kernels
         self._ranks, self._rank = unit.group.size(), unit.group.rank()
-        self._bits, self._rotate = BITS.get(config.name), config.rotate_seed
+        self._bits, self._rotate = config.bits, config.rotate_seed
         self.numel = unit.shard_numel  # N
         self.why_full = self._explain_full()
         self.replica_WN: Tensor | None = None

@@ -113,6 +113,11 @@ class WeightsConfig:
     )
 
     @property
+    def bits(self) -> int | None:
+        """Of an element on the wire, scales apart; None if weights are not quantised in blocks."""
+        return int(self.name[-1]) if self.name in ("int8", *DELTAS) else None
+
+    @property
     def keeps_replica(self) -> bool:
         """Whether every rank keeps all weights between the gathers."""
         return self.name in DELTAS

@@ -1,4 +1,4 @@
-"""Ranks on a CPU are forked from a process that has imported what they need: a rank then starts in 0.1 s, not in 4.
+"""Ranks on a CPU are forked from a process that has imported what they need, which takes seconds.
 
 The process is multiprocessing's fork server. It is started by the first run of a launcher and serves the later ones: a
 sweep imports torch once. It ends with the launcher, however that ends. CUDA does not outlive a fork, so ranks on GPUs
@@ -22,17 +22,14 @@ _inherited: dict[str, str] = {}  # the environment that the server was started w
 
 
 def start_server() -> None:
-    """Start it, or do nothing if it runs. Where the preloading fails, the ranks import by themselves, and say why."""
-    if _server._forkserver_pid is not None:
-        return
-    _server.set_forkserver_preload(_PRELOADED)
-    before = dict(os.environ)
+    """Start it, if none runs. Where the preloading fails, the ranks import by themselves, and say why."""
+    earlier, before = _server._forkserver_pid, dict(os.environ)
     # It imports before it learns the launcher's sys.path, and its working directory is no place to import from.
     os.environ["PYTHONSAFEPATH"] = "1"
     if str(_PROJECT) not in site.getsitepackages():
         os.environ["PYTHONPATH"] = os.pathsep.join([str(_PROJECT), *filter(None, [before.get("PYTHONPATH")])])
-    _inherited.clear()
-    _inherited.update(os.environ)
+    given = dict(os.environ)
+    _server.set_forkserver_preload(_PRELOADED)
     try:
         # A signal that ends or warns the launcher is none of the server's business: it ends when the launcher has.
         with block_signals(signal.SIGINT, signal.SIGHUP, *SIGNALS):
@@ -40,6 +37,9 @@ def start_server() -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+    if _server._forkserver_pid != earlier:
+        _inherited.clear()
+        _inherited.update(given)
 
 
 def stop_server() -> None:

@@ -114,6 +114,6 @@ def message_bytes(config: CompressorConfig, numel: int, ranks: int) -> int | Non
 
 def _weight_bytes(config: WeightsConfig, numel: int) -> int:
     """What a gather sends one peer of a shard of ``numel`` elements."""
-    if config.name == "bf16":
+    if config.bits is None:
         return numel * ITEM_BYTES["bfloat16"]
-    return delta_bytes(numel, int(config.name.lstrip("deltain")), config.block, config.rotate_seed)
+    return delta_bytes(numel, config.bits, config.block, config.rotate_seed)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 import tagc.data
 from tagc.config import Config
 from tagc.errors import UserError
-from tagc.launch import RankFailure, RunInterrupted, launch
+from tagc.launch import RankFailure, RunInterrupted, launch, stop_server
 from tagc.launch.folder import read_outcome
 from tests.launch import workers
 
@@ -88,6 +89,25 @@ def test_ranks_meet_and_the_summary_comes_back(tmp_path: Path) -> None:
     assert dict(os.environ) == environment
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+
+
+def test_ranks_of_every_launch_have_the_environment_of_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a fork server that an earlier launch started, or its successor, has another one."""
+    names = ("TAGC_TEST_CHANGED", "TAGC_TEST_ADDED", "TAGC_TEST_REMOVED", "PYTHONPATH", "PYTHONSAFEPATH")
+    monkeypatch.setenv("TAGC_TEST_CHANGED", "first")
+    monkeypatch.setenv("TAGC_TEST_REMOVED", "first")
+    stop_server()
+    for number in range(3):
+        environment = launch(Config(), tmp_path / str(number), workers.note_environment)["environment"]
+        assert {name: environment.get(name) for name in names} == {name: os.environ.get(name) for name in names}
+        monkeypatch.setenv("TAGC_TEST_CHANGED", f"after {number}")
+        monkeypatch.setenv("TAGC_TEST_ADDED", "later")
+        monkeypatch.delenv("TAGC_TEST_REMOVED", raising=False)
+        if number == 1:
+            os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            time.sleep(0.2)
 
 
 def test_two_launches_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
