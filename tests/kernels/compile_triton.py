@@ -27,6 +27,8 @@ from triton.compiler import ASTSource
 
 from tagc.codec.hashing import SketchLayout, plan_layout
 from tagc.kernels.triton import (
+    delta,
+    delta_kernels,
     launch,
     packed_kernels,
     peel,
@@ -89,6 +91,7 @@ def list_variants() -> Iterator[Variant]:
             yield Variant(packed_kernels.place_packed, name, tile, *rest)
             yield Variant(packed_kernels.add_packed, name, tile, *rest)
             yield from list_quantising(name, rest)
+            yield from list_differences(name, multiples)
     yield Variant(packed_kernels.count_index, "", {"BYTES": launch.ELEMENT_TILE // 8})
     for layout in (WIDE, NARROW):
         yield from list_sketching(layout)
@@ -101,6 +104,16 @@ def list_quantising(name: str, rest: tuple[dict[str, str], dict[str, Any], tuple
         sizes = cut | {"HAS_DECAY": True, "BLOCKS": quantize.blocks_per_program(256)}
         yield Variant(quantize_kernels.quantize, f"{name} {bits} bits", sizes, *rest)
         yield Variant(quantize_kernels.add_blocks, f"{name} {bits} bits", cut | {"TILE": launch.ELEMENT_TILE}, *rest)
+
+
+def list_differences(name: str, multiples: tuple[str, ...]) -> Iterator[Variant]:
+    """The kernels of weight differences: codes that share bytes, and a rotation in the usual and the largest block."""
+    dtypes = dict.fromkeys(("target", "replica", "scales"), "bf16")
+    for bits, block, rotate in ((4, 256, False), (3, 256, True), (2, launch.LARGEST_BLOCK, True)):
+        constants = delta.list_constants(bits, block, rotate)
+        for kernel in (delta_kernels.subtract_and_round, delta_kernels.add_differences):
+            variant = f"{name} {bits} bits{f' rotated in {block}' if rotate else ''}"
+            yield Variant(kernel, variant, constants, dtypes, launch.OPTIONS, multiples)
 
 
 def list_sketching(layout: SketchLayout) -> Iterator[Variant]:
@@ -129,7 +142,7 @@ def compile_variant(variant: Variant, architecture: int) -> Any:
             signature[name] = "i32"
             if name in variant.multiples:
                 aligned[(position,)] = [["tt.divisibility", 16]]
-        elif name == "decay":
+        elif name in ("decay", "factor"):
             signature[name] = "fp32"
         else:
             stem = name.removesuffix("_ptr")

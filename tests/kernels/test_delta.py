@@ -14,6 +14,11 @@ from tagc.codec.delta import delta_bytes
 from tagc.codec.rotate import draw_signs, rotate_blocks, unrotate_blocks
 from tagc.kernels import resolve_backend
 from tests.kernels.oracle import splitmix64
+from tests.kernels.triton_backend import DEVICE
+from tests.kernels.triton_backend import backend as triton_backend
+
+# On a GPU the compiled kernels are compared in test_triton.py; these tests build their tensors on the CPU.
+NEEDS_INTERPRETER = pytest.mark.skipif(DEVICE != "cpu", reason="compiled kernels take no CPU tensors")
 
 CASES = [  # numel, block, rotate, dtype of the target and of the replica
     (1, 8, None, torch.float32, torch.float32),
@@ -24,9 +29,9 @@ CASES = [  # numel, block, rotate, dtype of the target and of the replica
 ]
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["reference", "cpu", pytest.param("triton", marks=NEEDS_INTERPRETER)])
 def backend(request: pytest.FixtureRequest) -> ModuleType:
-    return resolve_backend(request.param)[1]
+    return triton_backend if request.param == "triton" else resolve_backend(request.param)[1]
 
 
 def rotate(x: np.ndarray, seed: int, inverse: bool = False) -> np.ndarray:

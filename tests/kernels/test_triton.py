@@ -132,7 +132,56 @@ def run_all() -> list[torch.Tensor]:
     residual = carry.clone()
     blocks = backend.encode_blocks(gradient.clone(), residual, decay=1.0, rank=1, bits=4, block=256)
     total = backend.decode_blocks(blocks.codes_WM, blocks.scales_WK, blocks.own_N.clone(), bits=4, block=256)
-    return [*results, *blocks, residual, total]
+    target, replica_WN = gradient[0], carry.clone()
+    delta = backend.encode_delta(target, carry[1], bits=3, block=256, rotate=5)
+    sent = [part.expand(len(carry), -1).contiguous() for part in delta]
+    backend.apply_delta(*sent, replica_WN, bits=3, block=256, rotate=5)
+    return [*results, *blocks, residual, total, *delta, replica_WN]
+
+
+class TestDifferences:
+    @pytest.mark.parametrize("bits", [8, 4, 3, 2])
+    @pytest.mark.parametrize(
+        ("numel", "block", "seed", "target_dtype", "replica_dtype"),
+        [
+            (5003, 256, None, torch.bfloat16, torch.float32),  # several programs, the last one not full
+            (5003, 256, 5, torch.float32, torch.bfloat16),
+            (2049, 8, 5, torch.bfloat16, torch.bfloat16),
+            (9001, 8192, 3, torch.float32, torch.float32),
+        ],
+    )
+    def test_bits_are_those_of_the_reference(self, bits, numel, block, seed, target_dtype, replica_dtype):
+        generator = torch.Generator().manual_seed(numel)
+        target_N = torch.randn(numel, generator=generator).to(target_dtype)
+        replica_WN = torch.randn(2, numel, generator=generator).to(replica_dtype)
+        target_N[3], target_N[700], target_N[-1] = 1e30, torch.nan, 1e-40
+        sizes = {"bits": bits, "block": block, "rotate": seed}
+        expected = [reference.encode_delta(target_N, replica_N, **sizes) for replica_N in replica_WN]
+        for replica_N, sent in zip(replica_WN, expected, strict=True):
+            got = backend.encode_delta(target_N.to(DEVICE), replica_N.to(DEVICE), **sizes)
+            assert torch.equal(got.codes_M.cpu(), sent.codes_M)
+            torch.testing.assert_close(got.scales_K.cpu(), sent.scales_K, rtol=0, atol=0, equal_nan=True)
+        assert expected[0].scales_K.isnan().sum() == 1
+        rows = [torch.stack(parts) for parts in zip(*expected, strict=True)]
+        changed_WN = replica_WN.to(DEVICE, copy=True)
+        backend.apply_delta(*(row.to(DEVICE) for row in rows), changed_WN, **sizes)
+        reference.apply_delta(*rows, replica_WN, **sizes)
+        torch.testing.assert_close(changed_WN.cpu(), replica_WN, rtol=0, atol=0, equal_nan=True)
+
+    @pytest.mark.parametrize("block", [24, 16384])
+    def test_blocks_that_no_program_can_hold(self, block):
+        x = torch.ones(1, 64, device=DEVICE)
+        with pytest.raises(UserError, match=f"block={block}: kernels=triton"):
+            backend.encode_delta(x[0], x[0], bits=4, block=block)
+        with pytest.raises(UserError, match=f"block={block}: kernels=triton"):
+            backend.apply_delta(x, x, x, bits=4, block=block)
+
+    def test_codes_that_do_not_fit_the_replica(self):
+        codes, scales = torch.zeros(1, 31, dtype=torch.uint8), torch.zeros(1, 2, dtype=torch.bfloat16)
+        with pytest.raises(UserError, match=r"codes has shape \(1, 31\) where \(1, 32\)"):
+            backend.apply_delta(
+                *(codes.to(DEVICE), scales.to(DEVICE), torch.zeros(1, 64, device=DEVICE)), bits=4, block=32
+            )
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs programs in an order of its own")

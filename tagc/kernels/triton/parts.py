@@ -1,4 +1,4 @@
-"""Pieces of kernels: bits, bfloat16, and the sum of gradient and residual.
+"""Pieces of kernels: bits, bfloat16, the sum of gradient and residual, and the Hadamard transform.
 
 A program owns a tile of TILE consecutive elements of one shard. ``local`` are their offsets in the tile; pointers are
 moved to the tile's first element beforehand, with a 64-bit offset, so that no int32 can overflow.
@@ -54,3 +54,14 @@ def widen(x):
     if x.dtype == tl.bfloat16:
         x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x
+
+
+@triton.jit
+def transform_blocks(x, factor, LEVELS: tl.constexpr):
+    """Hadamard transform of every 2**LEVELS values of x, float32 [T], times ``factor``, in the reference's order."""
+    count: tl.constexpr = x.shape[0]
+    for level in tl.static_range(LEVELS):
+        pairs = tl.permute(tl.reshape(x, (count // 2 ** (level + 1), 2, 2**level)), (0, 2, 1))
+        a, b = tl.split(pairs)
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (count,))
+    return x * factor
