@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 from typing import Any
@@ -92,11 +92,12 @@ def compress(
     """
     group, device = find_group(model)
     settings, backend, units, problem = SyncSettings(CompressorConfig()), None, [], None
+    note: str | None = None
     try:
         settings = _build_settings(gradients, weights, seed, overlap, timeout_s, options, laboratory)
         backend = kernels if isinstance(kernels, ModuleType) else resolve_backend(kernels, device.type)[1]
         units = read_units(model, laboratory.unit_names if laboratory else None)
-        _check_optimizer(optimizer, model)
+        note = _check_optimizer(optimizer, model)
     except UserError as error:
         problem = error
     _agree(settings, units, problem, group, device)
@@ -106,17 +107,25 @@ def compress(
         sync = GradientSync(units, settings, lab.exchange, lab.stopwatch, backend, group, device)
     except UserError as error:  # the same on all ranks
         raise error if laboratory else UserError(_name_arguments(str(error))) from None
-    return Compression(model, optimizer, sync, quiet=laboratory is not None)
+    return Compression(model, optimizer, sync, quiet=laboratory is not None, notes=[note] if note else [])
 
 
 class Compression(Stateful):
     """What :func:`compress` returns: the compression of one model, until :meth:`remove`."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, sync: GradientSync, quiet: bool = False
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sync: GradientSync,
+        quiet: bool = False,
+        notes: Sequence[str] = (),
     ) -> None:
-        """Attach ``sync`` to the model and the optimizer. quiet: log nothing, and leave the errors' Hydra keys."""
-        self.sync, self._quiet = sync, quiet
+        """Attach ``sync`` to the model and the optimizer. quiet: log nothing, and leave the errors' Hydra keys.
+
+        notes: what the log and the report say about the call.
+        """
+        self.sync, self._quiet, self._notes = sync, quiet, list(notes)
         self._report: StepReport | None = None
         self._before: Counter[Kind] = Counter()
         self._sent: Counter[Kind] = Counter()
@@ -127,7 +136,7 @@ class Compression(Stateful):
         if not quiet and dist.get_rank() == 0 and sync.buckets:
             for line in format_policy(describe_policy(sync.buckets)):
                 logger.info("%s", line)
-            for line in sync.explain_dense():
+            for line in [*sync.explain_dense(), *self._notes]:
                 logger.warning("%s", _name_arguments(line))
 
     def _end_backward(self) -> None:
@@ -183,6 +192,7 @@ class Compression(Stateful):
         layers = list_layers(self.sync, self._report)
         for row in layers.rows:
             row["why_dense"] = row["why_dense"] and _name_arguments(row["why_dense"])
+        layers.notes += self._notes
         return layers
 
     def refresh(self) -> None:
@@ -310,13 +320,27 @@ def _with_options(
     return replace(config, **options)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
+    """What to tell a user whose optimizer updates only a part of what trains; several optimizers are legal.
+
+    Errors: ``UserError`` if it updates none of the model's parameters.
+    """
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if not any(parameter in updated for parameter in model.parameters()):
         raise UserError(
             f"the optimizer ({type(optimizer).__name__}) updates none of the model's parameters: fully_shard replaces "
             "them, so build the optimizer after it"
         )
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    left = [name for name, p in model.named_parameters() if p.requires_grad and p not in updated]
+    if not left:
+        return None
+    shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+    return (
+        f"the optimizer ({type(optimizer).__name__}) updates {len(trained) - len(left)} of the {len(trained)} "
+        f"parameters that train, not {shown}. A step ends with its step(): step what updates the rest before the next "
+        "forward, too, or freeze it before tagc.compress"
+    )
 
 
 def _agree(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -10,10 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 
 import tagc
+from tagc.comm import fsdp2
 from tagc.errors import UserError
 from tests.api.foreign import Foreign, Loop, shard
 from tests.distributed import run_ranks
@@ -54,6 +60,37 @@ def old_optimizer() -> None:
     tagc.compress(shard(model, "by block"), optimizer, gradients="fsdp")
 
 
+def several_groups(ranks: int) -> None:
+    """A part of each unit on a mesh of its own, as FSDP2 allows for experts: of all ranks, or of one each."""
+    groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, dist.get_world_size(), ranks)]
+    own = FSDPMeshInfo(DeviceMesh.from_group(groups[dist.get_rank() // ranks], "cpu"), shard_mesh_dim=0)
+    model = Foreign()
+    for layer in model.layers:
+        ups = set(layer.up.parameters())
+        fully_shard(
+            layer, shard_placement_fn=lambda p, ups=ups: ShardPlacementResult(Shard(0), own) if p in ups else None
+        )
+    fully_shard(model)
+    tagc.compress(model, torch.optim.SGD(model.parameters()), gradients="fsdp")
+
+
+def other_dimension() -> None:
+    model = Foreign()
+    fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None)
+    tagc.compress(model, torch.optim.SGD(model.parameters()), gradients="fsdp")
+
+
+def half_precision_sums() -> None:
+    model = Foreign()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    tagc.compress(model, torch.optim.SGD(model.parameters()), gradients="fsdp")
+
+
+def optimizer_of_another_model() -> None:
+    loop = Loop("by block")
+    tagc.compress(loop.model, Loop("by block").optimizer, gradients="fsdp")
+
+
 def mixed_dtypes() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
     fully_shard(model)
@@ -72,6 +109,17 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "twice": (twice, r"unit root is compressed already: call remove\(\)"),
     "after forward": (after_forward, "has already run forward"),
     "old optimizer": (old_optimizer, r"the optimizer \(SGD\) updates none of the model's parameters"),
+    "another model's optimizer": (optimizer_of_another_model, r"the optimizer \(AdamW\) updates none of the model's"),
+    "groups of the same ranks": (
+        lambda: several_groups(2),
+        r"unit layers\.0 has 2 parameter groups .* give each mesh a fully_shard call of its own",
+    ),
+    "groups of other ranks": (
+        lambda: several_groups(1),
+        "sharded over different ranks; shard all of them over one",
+    ),
+    "other dimension": (other_dimension, r"embed\.weight is sharded as S\(1\); only Shard\(0\) can be compressed"),
+    "fp16 sums": (half_precision_sums, r"unit root reduces gradients in torch\.float16; set MixedPrecisionPolicy"),
     "mixed dtypes": (mixed_dtypes, "unit root mixes parameters of torch.bfloat16, torch.float32"),
     "all frozen": (all_frozen, "no parameter of the model requires a gradient"),
     "method": (fresh(gradients="tagc3"), "^gradients='tagc3' is out of range; legal: noop, fsdp"),
@@ -98,6 +146,62 @@ def refuse_every_case(rank: int) -> dict[str, str]:
         except UserError as error:
             said[case] = str(error)
     return said
+
+
+def is_plain(model: FSDPModule) -> bool:
+    """Whether nothing of tagc is attached to the model's units."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules for group in fsdp2._param_groups(module)]
+    return not any(type(g._reduce_scatter_comm).__module__.startswith("tagc") for g in groups)
+
+
+def refuse_and_leave_plain(rank: int) -> None:
+    """What was refused trains on as plain FSDP2, and a right call afterwards works."""
+    loop, plain = Loop("by block"), Loop("by block")
+    for options in (
+        {"gradients": "tagc3"},
+        {"gradients": "int8", "sparsity": 0.5},
+        {"gradients": "tagc", "layers": "no.*"},
+    ):
+        with pytest.raises(UserError):
+            tagc.compress(loop.model, loop.optimizer, **options)  # type: ignore[arg-type]
+        assert is_plain(loop.model)
+    loop.compression = tagc.compress(loop.model, loop.optimizer, gradients="fsdp", kernels="reference")
+    assert not is_plain(loop.model)
+    assert loop.train(2) == plain.train(2)
+
+
+def test_a_refused_call_changes_nothing() -> None:
+    run_ranks(refuse_and_leave_plain, 2)
+
+
+def use_two_optimizers(rank: int) -> tuple[list[str], str, str]:
+    """One optimizer for the matrices, passed to compress, and one for the rest; against one for all."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tagc").addHandler(handler)
+    whole, split = Loop("by block", {"gradients": "fsdp"}), Loop("by block")
+    report = str(whole.compression.report())  # type: ignore[union-attr]
+    matrices = [p for p in split.model.parameters() if p.ndim == 2]
+    rest = torch.optim.AdamW((p for p in split.model.parameters() if p.ndim != 2), lr=3e-3)
+    split.optimizer = torch.optim.AdamW(matrices, lr=3e-3)
+    assert lines == [] or rank == 0
+    lines.clear()
+    split.compression = tagc.compress(split.model, split.optimizer, gradients="fsdp", kernels="reference")
+    split.optimizer.register_step_post_hook(lambda *_: (rest.step(), rest.zero_grad())[1])
+    assert split.train(3) == whole.train(3)
+    return lines, report, str(split.compression.report())
+
+
+def test_an_optimizer_of_a_part_is_legal_and_said() -> None:
+    first, second = run_ranks(use_two_optimizers, 2)
+    pattern = (
+        r"the optimizer \(AdamW\) updates \d+ of the \d+ parameters that train, not .* and \d+ more\. A step ends with"
+    )
+    assert any(re.search(pattern, line) for line in first[0]) and second[0] == []
+    for _, whole, split in (first, second):
+        assert not re.search(pattern, whole) and re.search(pattern, split)
 
 
 def test_bad_input_is_refused_in_words() -> None:
